@@ -154,10 +154,14 @@ sbom: build ## Write the SBOM of all Go modules to _out.
 	$(GO) run ./packaging/cmd/image -sbom $(ARTIFACTS)/talos-ccm.spdx.json -version $(TAG) $(ARCHES:%=$(ARTIFACTS)/talos-ccm-linux-%)
 
 .PHONY: kube-assets
-kube-assets: ## Build the Kubernetes components for tests, unless cached or set in KUBEBUILDER_ASSETS.
+kube-assets: ## Build a Kubernetes control plane for tests, unless cached or set in KUBEBUILDER_ASSETS.
 	@mkdir -p $(ARTIFACTS)
 	@$(PROGRESS) "Building kube-assets" $(GO) build -o=$(ARTIFACTS)/ ./test/kube/cmd/kube-assets
-	@$(ARTIFACTS)/kube-assets
+	@$(ARTIFACTS)/kube-assets $(KUBE_ASSETS)
+
+.PHONY: node-assets
+node-assets: KUBE_ASSETS := -node
+node-assets: kube-assets ## Build also kubelet, kube-scheduler and kube-proxy.
 
 .PHONY: demo
 demo: ## Run talos-ccm on simulated machines: make demo [NODES=20] [KEEP=1].
@@ -184,7 +188,7 @@ fmt: $(GOLANGCI_LINT) $(GOFUMPT) ## Format all Go code.
 
 # go vet compiles what the tests need, and shows its progress.
 .PHONY: race
-race: kube-assets compiler ## Run the tests of concurrent code with the race detector.
+race: node-assets compiler ## Run the tests of concurrent code with the race detector.
 	@CGO_ENABLED=1 $(PROGRESS) "Compiling what the tests of concurrent code need, with the race detector" $(GO) vet -race $(concurrent)
 	@CGO_ENABLED=1 .ci/heartbeat "Testing concurrent code with the race detector" $(go_test) -race $(concurrent)
 
@@ -193,7 +197,7 @@ docs: ## Check all links, commands and YAML blocks in the documentation.
 	@$(GO) test -count=1 -v -run '^TestDocuments$$' ./test/docs
 
 .PHONY: test
-test: kube-assets ## Run go vet and the tests that need only Go, with a real API server.
+test: node-assets ## Run go vet and the tests that need only Go, with a real API server.
 	@$(PROGRESS) "Running go vet, which compiles what the tests need" $(GO) vet ./...
 	@.ci/heartbeat "Testing" $(go_test) $(call packages,-v '^[^ ]*/(packaging/image|test/chart) ')
 	@$(PROGRESS) "Running go vet on the benchmark" $(GO) -C test/bench vet .
@@ -237,7 +241,7 @@ factory-test: image ## Run the commands of the guide for a self-hosted Image Fac
 boot := $(ARTIFACTS)/boot
 
 .PHONY: boot-test
-boot-test: kube-assets ## Boot, install, upgrade and reset Talos with the extension on an emulated machine with firmware and a kernel: make boot-test [RUN=regexp]; requires root.
+boot-test: node-assets ## Boot, install, upgrade and reset Talos with the extension on an emulated machine with firmware and a kernel: make boot-test [RUN=regexp]; requires root.
 	@.ci/packages qemu-system-x86_64=qemu-system-x86 mksquashfs=squashfs-tools cpio=cpio zstd=zstd xz=xz-utils depmod=kmod \
 		mcopy=mtools mkfs.vfat=dosfstools objcopy=binutils
 	@[ -e /usr/share/OVMF/OVMF_CODE_4M.fd ] || .ci/packages ovmf

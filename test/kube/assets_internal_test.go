@@ -2,6 +2,7 @@ package kube
 
 import (
 	"bytes"
+	"os"
 	"testing"
 
 	"github.com/stretchr/testify/assert"
@@ -16,4 +17,27 @@ func TestSource_LeavesEtcdToOtherVersionsOfKubernetes(t *testing.T) {
 		assert.Contains(t, string(module), "k8s.io/kubernetes "+version+"\n")
 		assert.Equal(t, hasEtcd, bytes.Contains(module, []byte("go.etcd.io/")), version)
 	}
+}
+
+// Otherwise packages of Kubernetes are compiled twice, for talos-ccm and for the components.
+func TestSource_HasVersionsOfProduct(t *testing.T) {
+	product, err := os.ReadFile("../../go.mod")
+	require.NoError(t, err)
+
+	module, err := source{directory: "components"}.moduleOf(KubernetesVersion)
+	require.NoError(t, err)
+
+	versions := map[string]string{}
+	for _, match := range requirement.FindAllStringSubmatch(string(module), -1) {
+		versions[match[1]] = match[2]
+	}
+
+	for _, match := range requirement.FindAllStringSubmatch(string(product), -1) {
+		if version := versions[match[1]]; version != "" {
+			assert.Equal(t, match[2], version, match[1])
+			delete(versions, match[1])
+		}
+	}
+
+	assert.NotContains(t, versions, "google.golang.org/grpc", "compared")
 }

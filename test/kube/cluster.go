@@ -3,7 +3,8 @@
 // the NodeRestriction admission of a Talos cluster. On top of it, it registers Nodes as the kubelet of a Talos machine
 // does, and starts real kubelets that run no containers.
 //
-// The components are upstream's, built once and cached ([AssetsOf]), or those that KUBEBUILDER_ASSETS names.
+// The components are upstream's with talos-ccm's versions of their dependencies, built once and cached ([AssetsOf]), or those
+// that KUBEBUILDER_ASSETS names.
 //
 // It never touches a cluster it did not start, listens on nothing but loopback, needs no privileges (a kubelet needs user
 // namespaces), and leaves neither processes nor files: components die with the process that started them, also when it

@@ -72,8 +72,13 @@ type Kubelet struct {
 // so it runs where /proc/sys is read-only, and where /var/lib and /var/log are its own. The cache and the temporary
 // directory must therefore be elsewhere. [Cluster.Stop] stops it.
 func (c *Cluster) StartKubelet(ctx context.Context, spec KubeletSpec) (*Kubelet, error) {
-	if _, err := os.Stat(filepath.Join(c.assets, multiCall)); err != nil {
-		return nil, fmt.Errorf("start the kubelet of %s: it must be this package's own: %w (unset KUBEBUILDER_ASSETS)", spec.NodeName, err)
+	if os.Getenv(assetsEnv) != "" {
+		return nil, fmt.Errorf("start the kubelet of %s: it must be this package's own: unset %s", spec.NodeName, assetsEnv)
+	}
+
+	assets, err := NodeAssetsOf(ctx, KubernetesVersion, c.options.Progress)
+	if err != nil {
+		return nil, err
 	}
 
 	random := make([]byte, 3)
@@ -87,7 +92,7 @@ func (c *Cluster) StartKubelet(ctx context.Context, spec KubeletSpec) (*Kubelet,
 	}
 
 	command := c.command(kubelet+"-"+spec.NodeName, append([]string{
-		"-c", enclosure, "sh", directory, filepath.Join(c.assets, kubelet),
+		"-c", enclosure, "sh", directory, filepath.Join(assets, kubelet),
 		"--config=" + enclosed + "/config.json",
 		"--kubeconfig=" + enclosed + "/kubeconfig",
 		"--bootstrap-kubeconfig=" + enclosed + "/bootstrap-kubeconfig",

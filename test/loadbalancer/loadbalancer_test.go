@@ -158,7 +158,7 @@ func (b *bed) startKubeProxy(n node, mode string) {
 
 	go forward(listener, endpoint)
 
-	assets, err := kube.AssetsOf(b.Context(), kube.KubernetesVersion, os.Stderr)
+	assets, err := kube.NodeAssetsOf(b.Context(), kube.KubernetesVersion, os.Stderr)
 	require.NoError(b, err)
 
 	kubeconfig := filepath.Join(b.TempDir(), "kubeconfig")

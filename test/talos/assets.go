@@ -103,7 +103,7 @@ func Imager(ctx context.Context, minor, dir string, out io.Writer) (string, erro
 
 // prepare builds the release and its version of Kubernetes, unless they are in the cache, and returns their directories.
 func (s source) prepare(ctx context.Context, out io.Writer) (talos assets, kubernetes string, err error) {
-	if kubernetes, err = kube.AssetsOf(ctx, s.Kubernetes, out); err != nil {
+	if kubernetes, err = kube.NodeAssetsOf(ctx, s.Kubernetes, out); err != nil {
 		return "", "", fmt.Errorf("build Kubernetes: %w", err)
 	}
 

@@ -1,9 +1,10 @@
-// Command kube-assets builds the Kubernetes components of the test bed, unless they are cached, and prints their directory on the last line
-// of its output. It does nothing else.
+// Command kube-assets builds the control plane of the test bed, with -node also kubelet, kube-scheduler and kube-proxy, unless they are
+// cached, and prints their directory on the last line of its output. It does nothing else.
 package main
 
 import (
 	"context"
+	"flag"
 	"fmt"
 	"os"
 	"os/signal"
@@ -16,7 +17,15 @@ func main() {
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	defer stop()
 
-	directory, err := kube.AssetsOf(ctx, kube.KubernetesVersion, os.Stdout)
+	withNode := flag.Bool("node", false, "also build kubelet, kube-scheduler and kube-proxy")
+	flag.Parse()
+
+	assetsOf := kube.AssetsOf
+	if *withNode {
+		assetsOf = kube.NodeAssetsOf
+	}
+
+	directory, err := assetsOf(ctx, kube.KubernetesVersion, os.Stdout)
 	if err != nil {
 		fmt.Fprintln(os.Stderr, "kube-assets:", err)
 		os.Exit(1) //nolint:gocritic // what stop would restore ends with the process
