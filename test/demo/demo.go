@@ -13,6 +13,7 @@ import (
 
 	"github.com/siderolabs/talos/pkg/machinery/config/configloader"
 	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
+	"github.com/siderolabs/talos/pkg/machinery/role"
 	"k8s.io/apimachinery/pkg/util/wait"
 	"k8s.io/client-go/kubernetes"
 
@@ -238,12 +239,28 @@ func (d *demo) hold(ctx context.Context) error {
 		return nil
 	}
 
-	path := filepath.Join(d.dir, "kubeconfig")
-	if err := os.WriteFile(path, d.cluster.Kubeconfig(), 0o600); err != nil {
-		return fmt.Errorf("write kubeconfig: %w", err)
+	if err := d.settle(ctx); err != nil {
+		return err
 	}
 
-	printf("\nThe cluster runs until you press Ctrl-C:\n\n  export KUBECONFIG=%s\n  kubectl get nodes", path)
+	talosconfig, err := d.talos.Talosconfig(string(role.Reader))
+	if err != nil {
+		return fmt.Errorf("create talosconfig: %w", err)
+	}
+
+	file := func(name string) string { return filepath.Join(d.dir, name) }
+
+	err = errors.Join(
+		os.WriteFile(file("kubeconfig"), d.cluster.Kubeconfig(), 0o600), talosconfig.Save(file("talosconfig")),
+		os.WriteFile(file("document.yaml"), document, 0o600),
+	)
+	if err != nil {
+		return fmt.Errorf("write configuration of clients: %w", err)
+	}
+
+	printf("\nThe cluster runs until you press Ctrl-C:\n\n  export KUBECONFIG=%s TALOSCONFIG=%s\n  kubectl get nodes", file("kubeconfig"), file("talosconfig"))
+	printf("  %s diff --config %s", d.executable, file("document.yaml"))
+	printf("  %s render --config %s --node %s", d.executable, file("document.yaml"), d.members[controlPlaneIndex].name)
 
 	select {
 	case <-ctx.Done():

@@ -87,14 +87,34 @@ func TestDemo_ShowsEachFeature(t *testing.T) {
 func TestDemo_KeepsClusterUntilInterrupted(t *testing.T) {
 	t.Parallel()
 
-	d := start(t, "-nodes", "1", "-keep")
-	kubeconfig := strings.TrimPrefix(d.awaitLine("export KUBECONFIG="), "  export KUBECONFIG=")
+	d := start(t, "-nodes", "3", "-keep")
+	environment := strings.Fields(d.awaitLine("export KUBECONFIG="))[1:]
 
-	config, err := clientcmd.BuildConfigFromFlags("", kubeconfig)
+	config, err := clientcmd.BuildConfigFromFlags("", strings.TrimPrefix(environment[0], "KUBECONFIG="))
 	require.NoError(t, err)
 
-	_, err = kubernetes.NewForConfigOrDie(config).CoreV1().Nodes().Get(t.Context(), "metal-1", metav1.GetOptions{})
+	nodes, err := kubernetes.NewForConfigOrDie(config).CoreV1().Nodes().List(t.Context(), metav1.ListOptions{})
 	require.NoError(t, err)
+	assert.Len(t, nodes.Items, 3)
+
+	for _, node := range nodes.Items {
+		ready := node.Status.Conditions[len(node.Status.Conditions)-1]
+		assert.Equal(t, []string{"Ready", "True", "KubeletReady"}, []string{string(ready.Type), string(ready.Status), ready.Reason}, node.Name)
+	}
+
+	for _, command := range []struct{ name, output string }{
+		{" diff ", "3 Nodes: 0 would change, 3 would not, 0 cannot be compared"},
+		{" render ", "example.org/capacity"},
+	} {
+		args := strings.Fields(d.awaitLine(command.name))
+		cmd := exec.CommandContext(t.Context(), args[0], args[1:]...)
+		cmd.Env = append(os.Environ(), environment...)
+
+		output, err := cmd.CombinedOutput()
+		require.NoError(t, err, "%s\n%s", args, output)
+		assert.Contains(t, string(output), command.output)
+	}
+
 	require.NoError(t, d.cmd.Process.Signal(syscall.SIGINT))
 	d.expectExit(0)
 	d.expectRow("metal-1 (control plane)", "  issued")

@@ -22,7 +22,7 @@ const maxNodes = 5000
 
 func main() {
 	nodes := flag.Int("nodes", 20, fmt.Sprintf("number of simulated Talos machines, 1 to %d", maxNodes))
-	keep := flag.Bool("keep", false, "keep the cluster until Ctrl-C, and print a kubeconfig")
+	keep := flag.Bool("keep", false, "keep the cluster until Ctrl-C, and print how to use it")
 	executable := flag.String("talos-ccm", filepath.Join(filepath.Dir(os.Args[0]), "talos-ccm"), "executable of talos-ccm")
 	flag.Parse()
 

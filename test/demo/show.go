@@ -246,8 +246,26 @@ func (d *demo) reset(ctx context.Context) error {
 	return err
 }
 
+// settle makes all Nodes ready, as they become after the installation of a CNI, and the slow machine as fast as the others.
+func (d *demo) settle(ctx context.Context) error {
+	records := slices.DeleteFunc(d.watcher.list(d.members), func(r record) bool { return r.reached(deleted) })
+	errs := make([]error, len(records))
+
+	workqueue.ParallelizeUntil(ctx, parallel, len(records), func(i int) {
+		records[i].machine.SlowDown(0)
+		errs[i] = d.setReady(ctx, records[i].name, corev1.ConditionTrue)
+	})
+
+	return errors.Join(errs...)
+}
+
 func (d *demo) setReady(ctx context.Context, name string, status corev1.ConditionStatus) error {
-	patch := fmt.Sprintf(`{"status":{"conditions":[{"type":"Ready","status":%q}]}}`, status)
+	reason := "NodeStatusUnknown"
+	if status == corev1.ConditionTrue {
+		reason = "KubeletReady"
+	}
+
+	patch := fmt.Sprintf(`{"status":{"conditions":[{"type":"Ready","status":%q,"reason":%q,"message":"simulated"}]}}`, status, reason)
 
 	if _, err := d.client.CoreV1().Nodes().PatchStatus(ctx, name, []byte(patch)); err != nil {
 		return fmt.Errorf("set readiness of node %s: %w", name, err)
