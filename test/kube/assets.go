@@ -33,13 +33,14 @@ const (
 type binary struct {
 	name       string
 	components []string
-	flags      []string
+	tags       string
 }
 
-// Most tests and the demo need only a control plane without a scheduler.
+// Most tests and the demo need only a control plane without a scheduler. grpcnotrace is the tag of talos-ccm's builds, with
+// which they share packages.
 var (
-	controlPlane = binary{"kube-control-plane", []string{"etcd", apiServer, controllerManager}, nil}
-	node         = binary{"kube-node", []string{"kube-scheduler", kubelet, "kube-proxy"}, []string{"-tags=node"}}
+	controlPlane = binary{"kube-control-plane", []string{"etcd", apiServer, controllerManager}, "-tags=grpcnotrace"}
+	node         = binary{"kube-node", []string{"kube-scheduler", kubelet, "kube-proxy"}, "-tags=grpcnotrace,node"}
 )
 
 // AssetsOf returns the directory with the executables of etcd, kube-apiserver and kube-controller-manager of a version, by
@@ -229,8 +230,8 @@ func (s source) build(ctx context.Context, directory string, b binary, progress 
 		return err
 	}
 
-	args := slices.Concat([]string{"build", "-o=" + filepath.Join(directory, b.name), "-modfile=" + filepath.Join(directory, modfile)},
-		b.flags, buildFlags(s.version), []string{"."})
+	args := slices.Concat([]string{"build", "-o=" + filepath.Join(directory, b.name), "-modfile=" + filepath.Join(directory, modfile), b.tags},
+		buildFlags(s.version), []string{"."})
 
 	return builder.Packages(progress, "Building "+strings.Join(b.components, ", ")+" "+s.version+" (once)", goCommand(ctx, s.directory, args...))
 }
