@@ -178,7 +178,7 @@ lint: $(GOLANGCI_LINT) $(GOFUMPT) $(ACTIONLINT) ## Run the linters and check the
 
 .PHONY: generate
 generate: ## Regenerate the JSON schemas, and the reference of the configuration file, metrics, Events and labels.
-	$(GO) generate ./pkg/...
+	$(GO) generate ./test/docs/...
 	$(GO) test -count=1 ./test/chart -run Schema -update
 
 .PHONY: fmt

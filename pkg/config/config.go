@@ -47,9 +47,8 @@ func CheckNotEmpty(name string, data []byte) error {
 
 // Config is the configuration file. All keys are optional unless marked as required.
 //
-// pkg/internal/reference generates the JSON schema and docs/reference/configuration.md from these types and their
-// comments. A field
-// whose JSON tag has neither omitempty nor omitzero is required. The tag `alias` is another spelling of a key,
+// test/docs/reference generates the JSON schema and docs/reference/configuration.md from these types and their comments. A
+// field whose JSON tag has neither omitempty nor omitzero is required. The tag `alias` is another spelling of a key,
 // `default` describes the default, and `jsonschema` has the bounds and the enumerated values for the schema.
 type Config struct {
 	// Global holds settings that apply to all Nodes.

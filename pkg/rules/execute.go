@@ -379,7 +379,7 @@ func invoke(name string, f reflect.Value, values []any) (any, error) {
 	}
 
 	results := f.Call(args)
-	if err, failed := results[len(results)-1].Interface().(error); failed {
+	if err, failed := reflect.TypeAssert[error](results[len(results)-1]); failed {
 		return nil, fmt.Errorf("error calling %s: %w", name, err)
 	}
 

@@ -72,7 +72,19 @@ func (g *generator) operand(kind byte, depth int) string {
 		return "(" + g.call(kind, depth-1) + ")"
 	}
 
-	leaves := constants[kind]
+	switch constant := kind == 'f' || kind == 'r'; {
+	case !constant && len(g.variables) > 0 && g.IntN(6) == 0:
+		return g.oneOf(g.variables...)
+	case !constant && g.IntN(15) == 0:
+		return g.oneOf(unusual...)
+	default:
+		return g.leaf(kind)
+	}
+}
+
+// leaf returns a constant or the path of a variable.
+func (g *generator) leaf(kind byte) string {
+	leaves := slices.Clone(constants[kind])
 
 	for _, path := range paths[kind] {
 		if g.rebound && g.IntN(50) > 0 {
@@ -82,14 +94,7 @@ func (g *generator) operand(kind byte, depth int) string {
 		leaves = append(leaves, path)
 	}
 
-	switch constant := kind == 'f' || kind == 'r'; {
-	case !constant && len(g.variables) > 0 && g.IntN(6) == 0:
-		return g.oneOf(g.variables...)
-	case !constant && g.IntN(15) == 0:
-		return g.oneOf(unusual...)
-	default:
-		return g.oneOf(leaves...)
-	}
+	return g.oneOf(leaves...)
 }
 
 // unusual are operands that rules hardly have.

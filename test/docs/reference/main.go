@@ -82,8 +82,8 @@ func configuration() (schema []byte, docs string, err error) {
 	r := jsonschema.Reflector{ExpandedStruct: true, Anonymous: true, Mapper: mapStrings}
 
 	// AddGoComments appends the directory to the import path.
-	for _, dir := range []string{"../../config", "../../rules"} {
-		if err := r.AddGoComments("github.com/talos-ccm/talos-ccm/pkg/internal/reference", dir); err != nil {
+	for _, dir := range []string{"pkg/config", "pkg/rules"} {
+		if err := r.AddGoComments("github.com/talos-ccm/talos-ccm/test/docs/reference", root+"/"+dir); err != nil {
 			return nil, "", err
 		}
 	}

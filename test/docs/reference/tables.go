@@ -27,15 +27,15 @@ var heads = map[string]string{
 // take removes and returns the table of a kind with the rows of directories, both separated by spaces.
 func (t tables) take(spec string) string {
 	kind, dirs, _ := strings.Cut(spec, " ")
-	table := heads[kind]
+	table := []string{heads[kind]}
 
 	for dir := range strings.SplitSeq(dirs, " ") {
 		key := strings.TrimSpace(kind + " " + dir)
-		table += t[key]
+		table = append(table, t[key])
 		delete(t, key)
 	}
 
-	return table
+	return strings.Join(table, "")
 }
 
 // add adds a row, in which the paths of headings become links.
