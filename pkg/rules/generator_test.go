@@ -72,18 +72,18 @@ func (g *generator) operand(kind byte, depth int) string {
 		return "(" + g.call(kind, depth-1) + ")"
 	}
 
+	return g.leaf(kind)
+}
+
+// leaf returns an operand that is not a call of a function.
+func (g *generator) leaf(kind byte) string {
 	switch constant := kind == 'f' || kind == 'r'; {
 	case !constant && len(g.variables) > 0 && g.IntN(6) == 0:
 		return g.oneOf(g.variables...)
 	case !constant && g.IntN(15) == 0:
 		return g.oneOf(unusual...)
-	default:
-		return g.leaf(kind)
 	}
-}
 
-// leaf returns a constant or the path of a variable.
-func (g *generator) leaf(kind byte) string {
 	leaves := slices.Clone(constants[kind])
 
 	for _, path := range paths[kind] {
