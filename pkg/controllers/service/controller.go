@@ -29,6 +29,7 @@ import (
 	"fmt"
 	"maps"
 	"slices"
+	"strings"
 	"time"
 
 	coordinationv1 "k8s.io/api/coordination/v1"
@@ -117,10 +118,11 @@ type Controller struct {
 	synced    []cache.InformerSynced
 	reporter  *events.Reporter
 	queue     queue.Queue
-	// decided are the Services of the last pass. renewals are the last renewals of Leases, by Node. Only the worker uses
-	// them.
-	decided  sets.Set[string]
-	renewals map[string]renewal
+	// decided are the Services of the last pass, and selectors their node selectors. renewals are the last renewals of
+	// Leases, by Node. Only the worker uses them.
+	decided   sets.Set[string]
+	selectors map[string]parsedSelector
+	renewals  map[string]renewal
 }
 
 // renewal is the last renewal of a Lease, and when this process observed it: renewTime is by another machine's clock.
@@ -152,6 +154,7 @@ func New(cfg Config) (*Controller, error) {
 		synced:    []cache.InformerSynced{cfg.Nodes.Informer().HasSynced, serviceInformer.Informer().HasSynced, sliceInformer.Informer().HasSynced},
 		reporter:  events.New(cfg.Recorder),
 		queue:     queue.New(Alias),
+		selectors: map[string]parsedSelector{},
 	}
 
 	for _, watch := range []struct {
@@ -223,10 +226,16 @@ func (c *Controller) sync(ctx context.Context, key string) error {
 	nodes, _ := c.cfg.Nodes.Lister().List(labels.Everything())
 	services, _ := c.services.List(labels.Everything())
 
-	s := snapshot{services: services, options: c.cfg.Options(), endpoints: func(service *corev1.Service) []*discoveryv1.EndpointSlice {
-		list, _ := c.slices.EndpointSlices(service.Namespace).List(labels.SelectorFromSet(labels.Set{discoveryv1.LabelServiceName: service.Name}))
+	endpointSlices, _ := c.slices.List(labels.Everything())
+	byService := map[cache.ObjectName][]*discoveryv1.EndpointSlice{}
 
-		return list
+	for _, slice := range endpointSlices {
+		name := cache.NewObjectName(slice.Namespace, slice.Labels[discoveryv1.LabelServiceName])
+		byService[name] = append(byService[name], slice)
+	}
+
+	s := snapshot{services: services, options: c.cfg.Options(), selectors: c.selectors, endpoints: func(service *corev1.Service) []*discoveryv1.EndpointSlice {
+		return byService[cache.MetaObjectToName(service)]
 	}}
 
 	machines, silent := 0, 0 // a machine that has not been reached yet is silent
@@ -269,6 +278,7 @@ func (c *Controller) sync(ctx context.Context, key string) error {
 
 	for name := range before.Difference(c.decided) {
 		c.reporter.Forget(name)
+		delete(c.selectors, name)
 	}
 
 	return errors.Join(errs...)
@@ -390,6 +400,10 @@ func trimService(obj any) (any, error) {
 	service.Labels, service.OwnerReferences, service.Spec.Selector, service.Status.Conditions = nil, nil, nil, nil
 
 	maps.DeleteFunc(service.Annotations, func(key, _ string) bool { return key != AnnotationNodeSelector && key != AnnotationAddresses })
+
+	for key, value := range service.Annotations {
+		service.Annotations[key] = strings.Clone(value[:min(len(value), maxSelector+1)]) // more is too long, too
+	}
 
 	service.ManagedFields = slices.DeleteFunc(service.ManagedFields, func(entry metav1.ManagedFieldsEntry) bool { return entry.Subresource != "status" })
 	for i := range service.ManagedFields {

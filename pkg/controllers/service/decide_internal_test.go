@@ -15,6 +15,7 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	discoveryv1 "k8s.io/api/discovery/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/labels"
 	"k8s.io/apimachinery/pkg/types"
 	cloudproviderapi "k8s.io/cloud-provider/api"
 
@@ -570,6 +571,70 @@ func TestDecide_OmitsAddressesThatAWorkerCannotHave(t *testing.T) {
 	}
 }
 
+func TestDecide_LimitsPortsSelectorsAndAddressesOfNodes(t *testing.T) {
+	both := []string{"192.0.2.1", "192.0.2.2"}
+	selector := func(text string) func(*corev1.Service) { return annotation(AnnotationNodeSelector, text) }
+	padded := "name in (node-0, " + strings.Repeat("a,", maxSelector) // cut below
+
+	for name, test := range map[string]struct {
+		service *corev1.Service
+		want    []string
+		reasons []string
+	}{
+		"as many ports as allowed":        {newService("s", ports(11_000, maxPorts)), both, nil},
+		"more ports":                      {newService("s", ports(11_000, maxPorts+1), published(both...)), nil, []string{ReasonTooManyPorts}},
+		"as long a selector as allowed":   {newService("s", selector(padded[:maxSelector-1]+")")), both[:1], nil},
+		"a longer selector":               {newService("s", selector(padded[:maxSelector]+")"), published(both...)), both, []string{ReasonInvalidAnnotation}},
+		"as many requirements as allowed": {newService("s", selector("name=node-0"+strings.Repeat(",!a", maxRequirements-1))), both[:1], nil},
+		"more requirements":               {newService("s", selector("name=node-0"+strings.Repeat(",!a", maxRequirements)), published(both...)), both, []string{ReasonInvalidAnnotation}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			_, err := trimService(test.service)
+			require.NoError(t, err)
+
+			s := snapshot{services: []*corev1.Service{test.service}, nodes: candidates(2)}
+
+			got, reasons := s.addressesOf("s")
+			assert.Equal(t, test.want, got)
+			assert.Equal(t, test.reasons, reasons)
+		})
+	}
+
+	for count, want := range map[int][]string{maxNodeAddresses - 1: {"10.0.0.1"}, maxNodeAddresses: nil} {
+		node := newCandidate("a", append(slices.Repeat([]string{"127.0.0.1"}, count), "10.0.0.1")...)
+
+		got, _ := snapshot{services: []*corev1.Service{newService("s")}, nodes: []candidate{node}}.addressesOf("s")
+		assert.Equal(t, want, got, "after %d other addresses", count)
+	}
+}
+
+func TestDecide_ParsesSelectorsOnce(t *testing.T) {
+	service := newService("s", annotation(AnnotationNodeSelector, "name=node-0"))
+	s := snapshot{services: []*corev1.Service{service}, nodes: candidates(2), selectors: map[string]parsedSelector{}}
+
+	got, _ := s.addressesOf("s")
+	assert.Equal(t, []string{"192.0.2.1"}, got)
+
+	s.selectors["default/s"] = parsedSelector{"name=node-0", labels.Everything(), nil}
+
+	got, _ = s.addressesOf("s")
+	assert.Equal(t, []string{"192.0.2.1", "192.0.2.2"}, got, "parsed again")
+
+	annotation(AnnotationNodeSelector, "name=node-1")(service)
+
+	got, _ = s.addressesOf("s")
+	assert.Equal(t, []string{"192.0.2.2"}, got, "another selector")
+}
+
+func TestTrimService_ShortensAnnotations(t *testing.T) {
+	service := newService("s", annotation(AnnotationNodeSelector, strings.Repeat("a", 240_000)), annotation(AnnotationAddresses, "internal"))
+
+	_, err := trimService(service)
+	require.NoError(t, err)
+	assert.Len(t, service.Annotations[AnnotationNodeSelector], maxSelector+1)
+	assert.Equal(t, "internal", service.Annotations[AnnotationAddresses])
+}
+
 func TestDecide_RefusesPortsOfPodNetworks(t *testing.T) {
 	for _, number := range []int32{4789, 8472} {
 		service := newService("s", onPort(number))
@@ -592,15 +657,4 @@ func publish(services []*corev1.Service, nodes []candidate) map[string][]string 
 	}
 
 	return result
-}
-
-func BenchmarkDecide(b *testing.B) {
-	s := snapshot{nodes: candidates(250)}
-	for i := range 100 {
-		s.services = append(s.services, newService(fmt.Sprint("s", i), onPort(int32(1000+i))))
-	}
-
-	for b.Loop() {
-		s.decide()
-	}
 }
