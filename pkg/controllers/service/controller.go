@@ -4,14 +4,15 @@
 // Name: service-lb-controller (alias service), as in k8s.io/cloud-provider. The framework's controller of that name
 // ignores Services with a loadBalancerClass and does not know endpoints.
 //
-// Inputs: Services, EndpointSlices, Nodes, the Leases of kubelets, the inventory and the configuration.
+// Inputs: Services, EndpointSlices, Nodes, the Leases of kubelets, the inventory, the cluster identity and the configuration.
 //
 // Outputs: status.loadBalancer of the Services with the class talos-ccm.dev/node-ip, and if so configured, of Services
 // without a class. The status is applied with a separate field manager. When a Service is no longer managed, exactly the
 // addresses that the controller has written are removed. The API server clears the status when the type of a Service
 // changes, so no finalizer is needed.
 //
-// It never writes the status of other Services, and publishes an address only if the machine of a managed Node has it.
+// It never writes the status of other Services, and publishes an address only if the machine of a managed Node has it. It
+// never publishes an address of the cluster itself, of a known range of pods, or of a control-plane machine for a worker.
 //
 // Services compete for the ports of the Nodes. Therefore one worker decides about all of them in each pass: decide is a
 // pure function from Services, Nodes, machines and EndpointSlices to addresses. The controller stores nothing. Present
@@ -28,6 +29,7 @@ import (
 	"errors"
 	"fmt"
 	"maps"
+	"net/netip"
 	"slices"
 	"strings"
 	"time"
@@ -56,6 +58,7 @@ import (
 	"k8s.io/utils/ptr"
 
 	"github.com/talos-ccm/talos-ccm/pkg/config"
+	"github.com/talos-ccm/talos-ccm/pkg/csrpolicy"
 	"github.com/talos-ccm/talos-ccm/pkg/internal/events"
 	"github.com/talos-ccm/talos-ccm/pkg/internal/queue"
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
@@ -94,12 +97,21 @@ const (
 	writers      = 10
 )
 
+// Identity provides the names and addresses of the cluster itself.
+type Identity interface {
+	Current() csrpolicy.ClusterIdentity
+	Subscribe(handler func())
+}
+
 // Config configures a Controller. Every field is required.
 type Config struct {
 	Client    kubernetes.Interface
 	Nodes     coreinformers.NodeInformer
 	Inventory *inventory.Inventory
+	Identity  Identity
 	Recorder  record.EventRecorder
+	// PodCIDRs returns the CIDRs that talos-ccm assigns pod CIDRs from. Call Resync after they have changed.
+	PodCIDRs func() []netip.Prefix
 	// Probe makes the inventory show within seconds if the machine of a Node no longer responds. It does not block.
 	Probe func(nodename string)
 	// Managed reports whether talos-ccm manages the Node of the machine. Call Resync after the result may have changed.
@@ -182,6 +194,7 @@ func New(cfg Config) (*Controller, error) {
 	}
 
 	cfg.Inventory.Subscribe(func(string) { c.Resync() })
+	cfg.Identity.Subscribe(c.Resync)
 
 	return c, nil
 }
@@ -234,9 +247,18 @@ func (c *Controller) sync(ctx context.Context, key string) error {
 		byService[name] = append(byService[name], slice)
 	}
 
-	s := snapshot{services: services, options: c.cfg.Options(), selectors: c.selectors, endpoints: func(service *corev1.Service) []*discoveryv1.EndpointSlice {
-		return byService[cache.MetaObjectToName(service)]
-	}}
+	identity := c.cfg.Identity.Current()
+	s := snapshot{
+		services: services, options: c.cfg.Options(), selectors: c.selectors, isClusterUnknown: !identity.Known,
+		cluster: []csrpolicy.ClusterSubjects{identity.Stated, {PodCIDRs: c.cfg.PodCIDRs()}},
+		endpoints: func(service *corev1.Service) []*discoveryv1.EndpointSlice {
+			return byService[cache.MetaObjectToName(service)]
+		},
+	}
+
+	for _, report := range identity.Reported {
+		s.cluster = append(s.cluster, report.ClusterSubjects)
+	}
 
 	machines, silent := 0, 0 // a machine that has not been reached yet is silent
 

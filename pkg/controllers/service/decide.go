@@ -20,6 +20,7 @@ import (
 
 	"github.com/talos-ccm/talos-ccm/pkg/cidrset"
 	"github.com/talos-ccm/talos-ccm/pkg/config"
+	"github.com/talos-ccm/talos-ccm/pkg/csrpolicy"
 	"github.com/talos-ccm/talos-ccm/pkg/internal/events"
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
@@ -42,6 +43,9 @@ const (
 	// ReasonNoEligibleNodes: no Node can receive traffic, as the message explains; the Service gets no addresses.
 	// Fix: docs/troubleshooting/load-balancers.md#load-balancer-pending.
 	ReasonNoEligibleNodes = "NoEligibleNodes"
+	// ReasonClusterIdentityIncomplete: the addresses of the cluster are not known; the Service gets no new address.
+	// Fix: the log names the source that does not respond.
+	ReasonClusterIdentityIncomplete = "ClusterIdentityIncomplete"
 	// ReasonNodesNotReady: no Node that could receive traffic is ready; the Service keeps its addresses, except those of
 	// Nodes that are gone or excluded.
 	// Fix: check the kubelets, or select other Nodes.
@@ -132,6 +136,9 @@ type snapshot struct {
 	// endpoints returns the EndpointSlices of a Service, as trimSlice leaves them.
 	endpoints func(*corev1.Service) []*discoveryv1.EndpointSlice
 	options   config.Service
+	// cluster are the addresses of the cluster itself and of pods. While isClusterUnknown, Services get no new addresses.
+	cluster          []csrpolicy.ClusterSubjects
+	isClusterUnknown bool
 	// selectors are the node selectors of earlier passes, by Service. decide adds to them; nil keeps none.
 	selectors map[string]parsedSelector
 
@@ -141,9 +148,11 @@ type snapshot struct {
 	eligible []*candidate
 	index    map[netip.Addr]int
 
-	// clusterIPs and controlPlane are the addresses of Services and of control-plane machines. A compromised worker can
-	// report any address, but never gets one of these.
-	clusterIPs   sets.Set[string]
+	// reserved are the addresses of Services and pods, and virtual IPs, which no Node gets. controlPlane are the addresses
+	// of the API server and of control-plane machines, which only control-plane Nodes get. A compromised worker can report
+	// any address.
+	reserved     []netip.Prefix
+	virtual      sets.Set[netip.Addr]
 	controlPlane sets.Set[netip.Addr]
 	// external limits the external addresses; empty means no limit.
 	external []netip.Prefix
@@ -288,14 +297,12 @@ func (s snapshot) claim(d *decision) {
 // prepare sorts the Services by age, and sets the derived fields.
 func (s *snapshot) prepare() {
 	s.external, _ = cidrset.ParsePrefixes(s.options.ExternalCIDRs) // validated
-	s.clusterIPs, s.controlPlane, s.claims, s.index = sets.Set[string]{}, sets.Set[netip.Addr]{}, map[port]*claim{}, map[netip.Addr]int{}
+	s.claims, s.index = map[port]*claim{}, map[netip.Addr]int{}
 	s.services = slices.SortedFunc(slices.Values(s.services), func(a, b *corev1.Service) int {
 		return cmp.Or(a.CreationTimestamp.Compare(b.CreationTimestamp.Time), cmp.Compare(a.Namespace, b.Namespace), cmp.Compare(a.Name, b.Name))
 	})
 
-	for _, service := range s.services {
-		s.clusterIPs.Insert(service.Spec.ClusterIPs...)
-	}
+	s.reserve()
 
 	excluded := 0
 
@@ -303,12 +310,6 @@ func (s *snapshot) prepare() {
 		c := &s.nodes[i]
 		if slices.ContainsFunc(c.entry.Machine.Addresses, func(a machine.Address) bool { return a.Link == machine.LinkIPVS }) {
 			s.ipvs = c.node.Name
-		}
-
-		if nodespec.IsControlPlane(c.node) {
-			for _, a := range c.entry.Last.Addresses {
-				s.controlPlane.Insert(a.Prefix.Addr().Unmap())
-			}
 		}
 
 		if c.excluded() {
@@ -327,6 +328,40 @@ func (s *snapshot) prepare() {
 		for _, a := range c.addresses {
 			if _, found := s.index[a.ip]; !found {
 				s.index[a.ip] = len(s.index)
+			}
+		}
+	}
+}
+
+// reserve determines the addresses that workers cannot have.
+func (s *snapshot) reserve() {
+	s.virtual, s.controlPlane = sets.Set[netip.Addr]{}, sets.Set[netip.Addr]{}
+
+	for _, service := range s.services {
+		for _, text := range service.Spec.ClusterIPs {
+			ip, _ := netip.ParseAddr(text) // "None" is the zero value, which no Node has
+			s.virtual.Insert(ip)
+		}
+	}
+
+	for _, subjects := range s.cluster {
+		s.reserved = slices.Concat(s.reserved, subjects.ServiceCIDRs, subjects.PodCIDRs)
+
+		for _, ip := range subjects.VIPs {
+			s.virtual.Insert(ip.Unmap())
+		}
+
+		for _, ip := range subjects.APIServerIPs {
+			s.controlPlane.Insert(ip.Unmap())
+		}
+	}
+
+	for _, c := range s.nodes {
+		if nodespec.IsControlPlane(c.node) {
+			s.controlPlane.Insert(nodespec.RecordedAddress(c.node)) // the machine may be down since before this process was the leader
+
+			for _, a := range c.entry.Last.Addresses {
+				s.controlPlane.Insert(a.Prefix.Addr().Unmap())
 			}
 		}
 	}
@@ -509,6 +544,8 @@ func (s snapshot) choose(d decision, r request) decision {
 		return d.report(ReasonNodesNotReady, "None of the %d Nodes that can receive traffic is ready; the Service keeps their addresses until one is; check their kubelets", len(r.nodes))
 	case len(d.ingress) > 0, slices.ContainsFunc(s.eligible, isPending):
 		return d
+	case s.isClusterUnknown:
+		return d.report(ReasonClusterIdentityIncomplete, "The addresses of the cluster itself are not all known, so the Service gets no new address; the log names the source that does not respond")
 	}
 
 	nodes := filter(r.nodes, (*candidate).inUse)
@@ -523,7 +560,7 @@ func (s snapshot) choose(d decision, r request) decision {
 	}
 
 	if len(nodes) > 0 {
-		message += fmt.Sprintf("; none of these has on a link an address of type %v and family %v", r.types, families)
+		message += fmt.Sprintf("; none of these has on a link an address of type %v and family %v that is not the cluster's, a pod's or a control-plane machine's", r.types, families)
 
 		if !slices.Contains(r.types, corev1.NodeInternalIP) {
 			message += fmt.Sprintf("; if the network translates external addresses (1:1 NAT), set annotation %s=%s", AnnotationAddresses, config.AddressesInternal)
@@ -628,6 +665,7 @@ func (c *claim) owner(ip netip.Addr, index map[netip.Addr]int) *corev1.Service {
 // kubelet can write it: the machine must have the address, and on a link. If a cloud translates the address (1:1 NAT), the
 // packets arrive with another destination, and kube-proxy does not serve them. A Service keeps a present address
 //   - until the machine has responded, which takes a moment after a leader change;
+//   - until the addresses of the cluster itself are known;
 //   - while the Node is not ready. It gets no new address of such a Node: the machine may be shut down.
 func (s snapshot) addressesOfNode(c *candidate) (list []address) {
 	onLinks := sets.Set[netip.Addr]{}
@@ -642,16 +680,16 @@ func (s snapshot) addressesOfNode(c *candidate) (list []address) {
 	for _, a := range listed[:min(len(listed), maxNodeAddresses)] {
 		ip, err := netip.ParseAddr(a.Address)
 		ip = ip.Unmap()
-		isForeign := a.Type == corev1.NodeExternalIP && len(s.external) > 0 && !slices.ContainsFunc(s.external, func(cidr netip.Prefix) bool { return cidr.Contains(ip) })
+		contains := func(cidr netip.Prefix) bool { return cidr.Contains(ip) }
+		isForeign := a.Type == corev1.NodeExternalIP && len(s.external) > 0 && !slices.ContainsFunc(s.external, contains)
 
 		switch {
 		case err != nil, !ip.IsGlobalUnicast(), isForeign:
-		case s.clusterIPs.Has(ip.String()), s.controlPlane.Has(ip) && !nodespec.IsControlPlane(c.node):
-			// Reserved, although the machine may report it.
+		case s.virtual.Has(ip), slices.ContainsFunc(s.reserved, contains), s.controlPlane.Has(ip) && !nodespec.IsControlPlane(c.node):
 		case c.entry.ObservedAt.IsZero():
 			list = append(list, address{ip: ip, kind: a.Type})
 		case c.managed && onLinks.Has(ip):
-			list = append(list, address{ip: ip, kind: a.Type, isPublishable: c.ready()})
+			list = append(list, address{ip: ip, kind: a.Type, isPublishable: c.ready() && !s.isClusterUnknown})
 		}
 	}
 

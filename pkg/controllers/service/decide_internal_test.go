@@ -20,6 +20,7 @@ import (
 	cloudproviderapi "k8s.io/cloud-provider/api"
 
 	"github.com/talos-ccm/talos-ccm/pkg/config"
+	"github.com/talos-ccm/talos-ccm/pkg/csrpolicy"
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
 	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
@@ -553,21 +554,66 @@ func TestDecide_OmitsAddressesThatAWorkerCannotHave(t *testing.T) {
 	controlPlane.node.Labels["node-role.kubernetes.io/control-plane"] = ""
 	controlPlane.node.Labels[corev1.LabelNodeExcludeBalancers] = "true"
 
+	down := controlPlane
+	down.node, down.entry = controlPlane.node.DeepCopy(), inventory.Entry{}
+	down.node.Labels[nodespec.LabelAddress] = "10.0.0.12"
+
 	kubernetes := newService("kubernetes")
 	kubernetes.Spec.Type, kubernetes.Spec.ClusterIPs = corev1.ServiceTypeClusterIP, []string{"10.96.0.1"}
 
-	for name, address := range map[string]string{"control-plane machine": "10.0.0.11", "ClusterIP": "10.96.0.1"} {
+	cluster := []csrpolicy.ClusterSubjects{
+		{APIServerIPs: []netip.Addr{netip.MustParseAddr("203.0.113.1"), netip.MustParseAddr("::ffff:203.0.113.2")}},
+		{VIPs: []netip.Addr{netip.MustParseAddr("::ffff:203.0.113.3")}},
+		{ServiceCIDRs: []netip.Prefix{netip.MustParsePrefix("10.97.0.0/16")}},
+		{PodCIDRs: []netip.Prefix{netip.MustParsePrefix("10.244.0.0/16")}},
+	}
+
+	for name, test := range map[string]struct {
+		address        string
+		onControlPlane []string // published for a control-plane Node that has the address
+	}{
+		"control-plane machine":                   {"10.0.0.11", []string{"10.0.0.11"}},
+		"control-plane machine that is down":      {"10.0.0.12", []string{"10.0.0.12"}},
+		"ClusterIP":                               {"10.96.0.1", nil},
+		"cluster endpoint":                        {"203.0.113.1", []string{"203.0.113.1"}},
+		"cluster endpoint as IPv4-mapped address": {"203.0.113.2", []string{"203.0.113.2"}},
+		"virtual IP":                              {"203.0.113.3", nil},
+		"address in a ServiceCIDR":                {"10.97.1.1", nil},
+		"pod":                                     {"10.244.1.1", nil},
+	} {
 		t.Run(name, func(t *testing.T) {
+			node := newCandidate("a", "ext:"+test.address)
 			s := snapshot{
-				services:  []*corev1.Service{kubernetes, newService("s", onPort(8443))},
-				nodes:     []candidate{controlPlane, newCandidate("worker", address)},
+				services:  []*corev1.Service{kubernetes, newService("s", onPort(8443), published(test.address))},
+				nodes:     []candidate{controlPlane, down, node},
+				cluster:   cluster,
 				endpoints: noEndpoints,
 			}
 
-			if got, _ := s.addressesOf("s"); len(got) > 0 {
-				t.Errorf("published %v", got)
-			}
+			got, _ := s.addressesOf("s")
+			assert.Empty(t, got, "worker")
+
+			node.node.Labels["node-role.kubernetes.io/control-plane"] = ""
+			got, _ = s.addressesOf("s")
+			assert.Equal(t, test.onControlPlane, got, "control-plane machine")
 		})
+	}
+}
+
+func TestDecide_AddsNoAddressUntilTheClusterIsKnown(t *testing.T) {
+	for name, test := range map[string]struct {
+		service *corev1.Service
+		want    []string
+		reasons []string
+	}{
+		"new":       {newService("s"), nil, []string{ReasonClusterIdentityIncomplete}},
+		"published": {newService("s", published("192.0.2.2")), []string{"192.0.2.2"}, nil},
+	} {
+		s := snapshot{services: []*corev1.Service{test.service}, nodes: candidates(2), isClusterUnknown: true}
+
+		got, reasons := s.addressesOf("s")
+		assert.Equal(t, test.want, got, name)
+		assert.Equal(t, test.reasons, reasons, name)
 	}
 }
 

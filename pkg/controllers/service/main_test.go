@@ -20,6 +20,7 @@ import (
 
 	"github.com/talos-ccm/talos-ccm/pkg/config"
 	"github.com/talos-ccm/talos-ccm/pkg/controllers/service"
+	"github.com/talos-ccm/talos-ccm/pkg/csrpolicy"
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
 	"github.com/talos-ccm/talos-ccm/test/ctest"
@@ -38,6 +39,7 @@ type suite struct {
 	ctest.Suite
 
 	inventory *inventory.Inventory
+	identity  *identity
 	options   atomic.Pointer[config.Service]
 	// silent are machines that accept no connections.
 	silent sync.Map
@@ -45,10 +47,39 @@ type suite struct {
 	resync, stop func()
 }
 
+// identity is a cluster identity that changes.
+type identity struct {
+	mu      sync.Mutex
+	current csrpolicy.ClusterIdentity
+	handler func()
+}
+
+func (i *identity) Current() csrpolicy.ClusterIdentity {
+	i.mu.Lock()
+	defer i.mu.Unlock()
+
+	return i.current
+}
+
+func (i *identity) Subscribe(handler func()) {
+	i.mu.Lock()
+	defer i.mu.Unlock()
+
+	i.handler = handler
+}
+
+func (i *identity) set(current csrpolicy.ClusterIdentity) {
+	i.mu.Lock()
+	defer i.mu.Unlock()
+
+	i.current = current
+	i.handler()
+}
+
 func newSuite(t *testing.T) *suite {
 	t.Helper()
 
-	s := &suite{Suite: bed.NewSuite(t)}
+	s := &suite{Suite: bed.NewSuite(t), identity: &identity{current: csrpolicy.ClusterIdentity{Known: true}}}
 	s.Namespace = "test-" + strings.ToLower(rand.Text())
 	s.options.Store(&config.Service{})
 
@@ -66,7 +97,8 @@ func (s *suite) run() {
 	require.NoError(s, err)
 
 	controller, err := service.New(service.Config{
-		Client: i.Client, Nodes: i.Nodes, Inventory: i.Inventory, Recorder: i.Recorder,
+		Client: i.Client, Nodes: i.Nodes, Inventory: i.Inventory, Identity: s.identity, Recorder: i.Recorder,
+		PodCIDRs: func() []netip.Prefix { return nil },
 		Probe: func(nodename string) {
 			if _, isSilent := s.silent.Load(nodename); isSilent {
 				i.Inventory.MarkUnreachable(nodename, "connection timed out")
