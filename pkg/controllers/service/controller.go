@@ -92,6 +92,10 @@ const (
 	// resyncPeriod bounds the time between passes, so that Events of lasting problems are repeated in time.
 	resyncPeriod = 5 * time.Minute
 
+	// kubernetesSlice is the EndpointSlice in namespace default in which the API servers publish their own addresses and
+	// port (k8s.io/kubernetes/pkg/controlplane/reconcilers).
+	kubernetesSlice = "kubernetes"
+
 	// writeTimeout bounds a write of one Service, and writers is the number of concurrent writes.
 	writeTimeout = 10 * time.Second
 	writers      = 10
@@ -256,6 +260,12 @@ func (c *Controller) sync(ctx context.Context, key string) error {
 		},
 	}
 
+	if slice, err := c.slices.EndpointSlices(metav1.NamespaceDefault).Get(kubernetesSlice); err == nil {
+		for _, p := range slice.Ports {
+			s.apiServerPorts = append(s.apiServerPorts, ptr.Deref(p.Port, 0))
+		}
+	}
+
 	for _, report := range identity.Reported {
 		s.cluster = append(s.cluster, report.ClusterSubjects)
 	}
@@ -389,11 +399,17 @@ func (c *Controller) sliceMatters(before, after any) bool {
 	slice, isSlice := after.(*discoveryv1.EndpointSlice)
 	if !isSlice {
 		return true // a deletion that the watch has missed
+	} else if isOfAPIServer(slice) {
+		return true
 	}
 
 	service, err := c.services.Services(slice.Namespace).Get(slice.Labels[discoveryv1.LabelServiceName])
 
 	return err == nil && service.Spec.ExternalTrafficPolicy == corev1.ServiceExternalTrafficPolicyLocal && manages(c.cfg.Options(), service)
+}
+
+func isOfAPIServer(slice *discoveryv1.EndpointSlice) bool {
+	return slice.Namespace == metav1.NamespaceDefault && slice.Name == kubernetesSlice
 }
 
 // nodeChanged reports whether more has changed than heartbeats.
@@ -445,7 +461,7 @@ func trimLease(obj any) (any, error) {
 	return obj, nil
 }
 
-// trimSlice keeps one ready endpoint per Node.
+// trimSlice keeps one ready endpoint per Node, and the port of the API servers.
 func trimSlice(obj any) (any, error) {
 	slice, isSlice := obj.(*discoveryv1.EndpointSlice)
 	if !isSlice {
@@ -462,7 +478,11 @@ func trimSlice(obj any) (any, error) {
 	}
 
 	slice.Labels = map[string]string{discoveryv1.LabelServiceName: slice.Labels[discoveryv1.LabelServiceName]}
-	slice.Annotations, slice.OwnerReferences, slice.ManagedFields, slice.Ports, slice.Endpoints = nil, nil, nil, nil, nil
+	slice.Annotations, slice.OwnerReferences, slice.ManagedFields, slice.Endpoints = nil, nil, nil, nil
+
+	if !isOfAPIServer(slice) {
+		slice.Ports = nil
+	}
 
 	for _, nodename := range sets.List(nodes) {
 		slice.Endpoints = append(slice.Endpoints, discoveryv1.Endpoint{NodeName: &nodename})

@@ -1,6 +1,7 @@
 package service_test
 
 import (
+	"context"
 	"fmt"
 	"net/netip"
 	"testing"
@@ -308,6 +309,36 @@ func TestController_LocalFollowsEndpoints(t *testing.T) {
 
 	s.patch("web", `{"spec":{"externalTrafficPolicy":"Cluster"}}`)
 	s.await("web", "192.0.2.1", "192.0.2.2")
+}
+
+func TestController_RefusesPortOfAPIServers(t *testing.T) {
+	s := newSuite(t)
+	slices := s.Client.DiscoveryV1().EndpointSlices(metav1.NamespaceDefault)
+	publish := func(name string, port int32) {
+		t.Helper()
+
+		_, err := slices.Create(t.Context(), &discoveryv1.EndpointSlice{
+			ObjectMeta:  metav1.ObjectMeta{Name: name, Labels: map[string]string{discoveryv1.LabelServiceName: "kubernetes"}},
+			AddressType: discoveryv1.AddressTypeIPv4,
+			Endpoints:   []discoveryv1.Endpoint{{Addresses: []string{"192.0.2.100"}}},
+			Ports:       []discoveryv1.EndpointPort{{Name: new("https"), Port: &port}},
+		}, metav1.CreateOptions{})
+		require.NoError(t, err)
+		s.Cleanup(func() { _ = slices.Delete(context.WithoutCancel(s.Context()), name, metav1.DeleteOptions{}) })
+	}
+
+	s.run()
+	s.join("a", "192.0.2.1")
+	s.create("web", func(svc *corev1.Service) { svc.Spec.Ports[0].Port = 7443 })
+	s.create("https", func(svc *corev1.Service) { svc.Spec.Ports[0].Port = 443 })
+	s.await("web", "192.0.2.1")
+	s.await("https", "192.0.2.1")
+
+	publish("of-another-client", 443)
+	publish("kubernetes", 7443)
+	s.await("web")
+	s.AwaitEvent("web", service.ReasonPortReserved, "TCP/7443 is reserved for kube-apiserver")
+	s.await("https", "192.0.2.1")
 }
 
 func TestController_OlderServiceKeepsThePort(t *testing.T) {

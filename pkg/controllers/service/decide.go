@@ -139,6 +139,8 @@ type snapshot struct {
 	// cluster are the addresses of the cluster itself and of pods. While isClusterUnknown, Services get no new addresses.
 	cluster          []csrpolicy.ClusterSubjects
 	isClusterUnknown bool
+	// apiServerPorts are the TCP ports at which the API servers listen.
+	apiServerPorts []int32
 	// selectors are the node selectors of earlier passes, by Service. decide adds to them; nil keeps none.
 	selectors map[string]parsedSelector
 
@@ -391,13 +393,7 @@ func (s snapshot) decideOne(service *corev1.Service) decision {
 
 	for _, p := range service.Spec.Ports {
 		key := port{p.Protocol, p.Port}
-
-		user := machinePorts[key]
-		if user == "" && slices.Contains(s.options.ReservedPorts, int(p.Port)) {
-			user = "the configuration (service.reservedPorts)"
-		}
-
-		if user != "" {
+		if user := s.userOf(key); user != "" {
 			return d.report(ReasonPortReserved, "Port %s is reserved for %s; use another port", key, user)
 		}
 	}
@@ -407,6 +403,20 @@ func (s snapshot) decideOne(service *corev1.Service) decision {
 	}
 
 	return s.choose(d, r)
+}
+
+// userOf returns what uses the port on the machines; an empty string if nothing does.
+func (s snapshot) userOf(p port) string {
+	switch user := machinePorts[p]; {
+	case user != "":
+		return user
+	case p.protocol == corev1.ProtocolTCP && slices.Contains(s.apiServerPorts, p.number):
+		return "kube-apiserver"
+	case slices.Contains(s.options.ReservedPorts, int(p.number)):
+		return "the configuration (service.reservedPorts)"
+	default:
+		return ""
+	}
 }
 
 // request contains what a Service requires of Nodes.

@@ -681,6 +681,22 @@ func TestTrimService_ShortensAnnotations(t *testing.T) {
 	assert.Equal(t, "internal", service.Annotations[AnnotationAddresses])
 }
 
+func TestDecide_RefusesPortsOfAPIServers(t *testing.T) {
+	for name, test := range map[string]struct {
+		service *corev1.Service
+		want    []string
+	}{
+		"TCP":          {newService("s", onPort(7443)), []string{ReasonPortReserved}},
+		"UDP":          {newService("s", onPort(7443), func(s *corev1.Service) { s.Spec.Ports[0].Protocol = corev1.ProtocolUDP }), nil},
+		"another port": {newService("s", onPort(443)), nil},
+	} {
+		s := snapshot{services: []*corev1.Service{test.service}, nodes: candidates(1), apiServerPorts: []int32{7443}}
+
+		_, reasons := s.addressesOf("s")
+		assert.Equal(t, test.want, reasons, name)
+	}
+}
+
 func TestDecide_RefusesPortsOfPodNetworks(t *testing.T) {
 	for _, number := range []int32{4789, 8472} {
 		service := newService("s", onPort(number))
