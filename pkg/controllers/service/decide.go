@@ -59,7 +59,8 @@ const (
 	// ReasonTooManyPorts: the Service has more than 1,000 ports; it gets no addresses.
 	// Fix: divide it into several Services.
 	ReasonTooManyPorts = "TooManyPorts"
-	// ReasonUnsupportedProxyMode: kube-proxy uses IPVS on a Node; the addresses of all Services stay.
+	// ReasonUnsupportedProxyMode: kube-proxy uses IPVS on all Nodes that could receive traffic; the Service keeps their
+	// addresses and gets no new ones.
 	// Fix: set `cluster.proxy.mode: nftables` and reboot.
 	ReasonUnsupportedProxyMode = "UnsupportedProxyMode"
 	// ReasonInvalidAnnotation: an annotation `talos-ccm.dev/…` is invalid or too long; the addresses stay.
@@ -158,9 +159,6 @@ type snapshot struct {
 	controlPlane sets.Set[netip.Addr]
 	// external limits the external addresses; empty means no limit.
 	external []netip.Prefix
-	// ipvs is the name of a Node, eligible or not, on which kube-proxy uses IPVS. With the addresses of other Nodes on its
-	// link, a Node could not reach them.
-	ipvs string
 	// excluded describes how many Nodes have the exclusion label.
 	excluded string
 	// claims are the ports of older Services.
@@ -191,6 +189,9 @@ type candidate struct {
 	leaving bool
 	// addresses are the addresses that Services can have. decide sets them.
 	addresses []address
+	// usesIPVS is true if the machine has the link of kube-proxy in mode IPVS. With the addresses of other Nodes on it, the
+	// machine cannot reach them. decide sets it.
+	usesIPVS bool
 }
 
 // address is an address of a Node.
@@ -309,12 +310,7 @@ func (s *snapshot) prepare() {
 	excluded := 0
 
 	for i := range s.nodes {
-		c := &s.nodes[i]
-		if slices.ContainsFunc(c.entry.Machine.Addresses, func(a machine.Address) bool { return a.Link == machine.LinkIPVS }) {
-			s.ipvs = c.node.Name
-		}
-
-		if c.excluded() {
+		if s.nodes[i].excluded() {
 			excluded++
 		}
 	}
@@ -323,7 +319,7 @@ func (s *snapshot) prepare() {
 
 	for _, c := range s.nodes {
 		if c.eligible() {
-			c.addresses = s.addressesOfNode(&c)
+			s.setAddresses(&c)
 			s.eligible = append(s.eligible, &c)
 		}
 
@@ -375,9 +371,6 @@ func (s snapshot) decideOne(service *corev1.Service) decision {
 	r, invalid := s.parseRequest(service)
 
 	switch managers := statusManagers(service); {
-	case s.ipvs != "":
-		return d.report(ReasonUnsupportedProxyMode,
-			"kube-proxy on Node %s uses IPVS, which is not supported (link %s); use nftables, and restart the machine", s.ipvs, machine.LinkIPVS)
 	case service.Spec.LoadBalancerClass == nil && len(d.ingress) > 0 && !managers.Has(FieldManager):
 		return d.report(ReasonOwnershipConflict,
 			"The addresses were set by another controller (%s); set spec.loadBalancerClass, so that only one of them manages the Service", strings.Join(sets.List(managers), ", "))
@@ -550,6 +543,9 @@ func (s snapshot) choose(d decision, r request) decision {
 	switch {
 	case len(conflicts) > 0:
 		return d.report(ReasonPortConflict, "Addresses omitted because of a port that an older Service has: %s", s.describe(d.service, conflicts))
+	case len(r.nodes) > 0 && !slices.ContainsFunc(r.nodes, func(c *candidate) bool { return !c.usesIPVS }):
+		return d.report(ReasonUnsupportedProxyMode, "kube-proxy uses IPVS, which is not supported, on all %d Nodes that could receive traffic, such as %s (link %s); use nftables, and restart the machines",
+			len(r.nodes), r.nodes[0].node.Name, machine.LinkIPVS)
 	case len(d.ingress) > 0 && !slices.ContainsFunc(r.nodes, (*candidate).ready):
 		return d.report(ReasonNodesNotReady, "None of the %d Nodes that can receive traffic is ready; the Service keeps their addresses until one is; check their kubelets", len(r.nodes))
 	case len(d.ingress) > 0, slices.ContainsFunc(s.eligible, isPending):
@@ -558,7 +554,12 @@ func (s snapshot) choose(d decision, r request) decision {
 		return d.report(ReasonClusterIdentityIncomplete, "The addresses of the cluster itself are not all known, so the Service gets no new address; the log names the source that does not respond")
 	}
 
-	nodes := filter(r.nodes, (*candidate).inUse)
+	return s.explain(d, r)
+}
+
+// explain reports why no Node can receive the traffic of a Service.
+func (s snapshot) explain(d decision, r request) decision {
+	families, nodes := d.service.Spec.IPFamilies, filter(r.nodes, (*candidate).inUse)
 	message := fmt.Sprintf("%d Nodes are managed, eligible and ready (%s), and %d of these match the node selector",
 		len(filter(s.eligible, (*candidate).inUse)), s.excluded, len(nodes))
 
@@ -671,17 +672,22 @@ func (c *claim) owner(ip netip.Addr, index map[netip.Addr]int) *corev1.Service {
 	return c.decisions[i].service
 }
 
-// addressesOfNode returns the addresses of the Node that Services can have. What the Node lists is no proof, because its
+// setAddresses determines the addresses of the Node that Services can have. What the Node lists is no proof, because its
 // kubelet can write it: the machine must have the address, and on a link. If a cloud translates the address (1:1 NAT), the
 // packets arrive with another destination, and kube-proxy does not serve them. A Service keeps a present address
 //   - until the machine has responded, which takes a moment after a leader change;
 //   - until the addresses of the cluster itself are known;
-//   - while the Node is not ready. It gets no new address of such a Node: the machine may be shut down.
-func (s snapshot) addressesOfNode(c *candidate) (list []address) {
+//   - while the Node is not ready. It gets no new address of such a Node: the machine may be shut down;
+//   - while kube-proxy uses IPVS on the Node.
+func (s snapshot) setAddresses(c *candidate) {
 	onLinks := sets.Set[netip.Addr]{}
 
 	for _, a := range c.entry.Machine.Addresses {
-		if a.Link != machine.LinkExternal {
+		switch a.Link {
+		case machine.LinkExternal:
+		case machine.LinkIPVS:
+			c.usesIPVS = true
+		default:
 			onLinks.Insert(a.Prefix.Addr().Unmap())
 		}
 	}
@@ -697,13 +703,11 @@ func (s snapshot) addressesOfNode(c *candidate) (list []address) {
 		case err != nil, !ip.IsGlobalUnicast(), isForeign:
 		case s.virtual.Has(ip), slices.ContainsFunc(s.reserved, contains), s.controlPlane.Has(ip) && !nodespec.IsControlPlane(c.node):
 		case c.entry.ObservedAt.IsZero():
-			list = append(list, address{ip: ip, kind: a.Type})
+			c.addresses = append(c.addresses, address{ip: ip, kind: a.Type})
 		case c.managed && onLinks.Has(ip):
-			list = append(list, address{ip: ip, kind: a.Type, isPublishable: c.ready() && !s.isClusterUnknown})
+			c.addresses = append(c.addresses, address{ip: ip, kind: a.Type, isPublishable: c.ready() && !s.isClusterUnknown && !c.usesIPVS})
 		}
 	}
-
-	return list
 }
 
 // addressOf returns the first address of the Node in the IP family that the Service can have, if any. Earlier types are

@@ -471,18 +471,34 @@ func TestDecide_LimitIsSharedByFamilies(t *testing.T) {
 	assert.Len(t, slices.DeleteFunc(slices.Clone(got), func(a string) bool { return strings.Contains(a, ":") }), 8)
 }
 
-// With IPVS, each Node would consider the addresses of the other Nodes as its own.
-func TestDecide_ChangesNothingWithIPVS(t *testing.T) {
-	nodes := candidates(2)
-	nodes[1].entry.Machine.Addresses = append(nodes[1].entry.Machine.Addresses, machine.Address{Link: "kube-ipvs0", Prefix: netip.MustParsePrefix("10.96.0.1/32")})
-	nodes[1].node.Status.Conditions = nil // not eligible, but its kube-proxy counts
+// With IPVS, each Node would consider the addresses of the other Nodes as its own. A worker must not stop the Services on
+// other Nodes by reporting the link.
+func TestDecide_IPVSCountsOnlyForTheNodeItself(t *testing.T) {
+	for name, test := range map[string]struct {
+		withIPVS []int
+		service  *corev1.Service
+		want     []string
+		reasons  []string
+	}{
+		"one Node":                          {[]int{1}, newService("s"), []string{"192.0.2.1"}, nil},
+		"one Node, published":               {[]int{1}, newService("s", published("192.0.2.2")), []string{"192.0.2.1", "192.0.2.2"}, nil},
+		"the only selected Node":            {[]int{1}, newService("s", annotation(AnnotationNodeSelector, "name=node-1")), nil, []string{ReasonUnsupportedProxyMode}},
+		"all Nodes":                         {[]int{0, 1}, newService("s"), nil, []string{ReasonUnsupportedProxyMode}},
+		"all Nodes, one address present":    {[]int{0, 1}, newService("s", published("192.0.2.2")), []string{"192.0.2.2"}, []string{ReasonUnsupportedProxyMode}},
+		"all Nodes, an address of the link": {[]int{0, 1}, newService("s", published("192.0.2.100")), nil, []string{ReasonUnsupportedProxyMode}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			nodes := candidates(2)
+			for _, i := range test.withIPVS {
+				m := &nodes[i].entry.Machine
+				m.Addresses = append(m.Addresses, machine.Address{Link: "kube-ipvs0", Prefix: netip.MustParsePrefix("192.0.2.100/32")})
+				nodes[i].node.Status.Addresses = append(nodes[i].node.Status.Addresses, corev1.NodeAddress{Type: corev1.NodeExternalIP, Address: "192.0.2.100"})
+			}
 
-	for name, want := range map[string][]string{"new": nil, "published": {"192.0.2.2"}} {
-		s := snapshot{services: []*corev1.Service{newService(name, published(want...))}, nodes: nodes}
-
-		got, reasons := s.addressesOf(name)
-		assert.Equal(t, want, got, name)
-		assert.Equal(t, []string{ReasonUnsupportedProxyMode}, reasons, name)
+			got, reasons := snapshot{services: []*corev1.Service{test.service}, nodes: nodes}.addressesOf("s")
+			assert.Equal(t, test.want, got)
+			assert.Equal(t, test.reasons, reasons)
+		})
 	}
 }
 
