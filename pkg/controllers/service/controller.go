@@ -25,6 +25,7 @@
 package service
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -99,6 +100,8 @@ const (
 	// writeTimeout bounds a write of one Service, and writers is the number of concurrent writes.
 	writeTimeout = 10 * time.Second
 	writers      = 10
+	// writePeriod bounds the writes of a pass. The next pass makes the others, after the removals that have become necessary.
+	writePeriod = 2 * time.Second
 )
 
 // Identity provides the names and addresses of the cluster itself.
@@ -295,9 +298,16 @@ func (c *Controller) sync(ctx context.Context, key string) error {
 	c.queue.AddAfter(passKey, resyncPeriod)
 
 	decisions := s.decide()
-	errs := make([]error, len(decisions))
+	pending, start := pendingWrites(decisions), time.Now()
+	errs := make([]error, len(pending))
 
-	workqueue.ParallelizeUntil(ctx, writers, len(decisions), func(i int) { errs[i] = c.write(ctx, decisions[i]) })
+	workqueue.ParallelizeUntil(ctx, writers, len(pending), func(i int) {
+		if time.Since(start) < writePeriod {
+			errs[i] = c.write(ctx, pending[i])
+		} else {
+			c.Resync()
+		}
+	})
 
 	before := c.decided
 	c.decided = sets.Set[string]{}
@@ -345,13 +355,41 @@ func (c *Controller) checkLeases() {
 	c.queue.AddAfter(leasesKey, leaseInterval)
 }
 
-// write applies the addresses of a Service if they differ. The request contains the resourceVersion of the snapshot, so
-// that it cannot reach a Service that has changed since.
+// pendingWrites returns the decisions that change a Service, in the order of their writes. Removals are first, because
+// clients cannot use these addresses. Namespaces take turns, so that the Services of one do not delay those of others.
+func pendingWrites(decisions []decision) []decision {
+	type kind struct {
+		namespace string
+		removes   bool
+	}
+
+	pending := slices.DeleteFunc(slices.Clone(decisions), func(d decision) bool {
+		return apiequality.Semantic.DeepEqual(d.service.Status.LoadBalancer.Ingress, d.ingress) ||
+			len(d.ingress) == 0 && !statusManagers(d.service).Has(FieldManager)
+	})
+	turns := map[kind]int{}
+
+	for i := range pending {
+		d := &pending[i]
+		kept := sets.New(addresses(d.ingress)...)
+		k := kind{d.service.Namespace, !kept.HasAll(addresses(d.service.Status.LoadBalancer.Ingress)...)}
+		d.turn = turns[k]
+		turns[k]++
+
+		if !k.removes {
+			d.turn += len(pending)
+		}
+	}
+
+	slices.SortStableFunc(pending, func(a, b decision) int { return cmp.Compare(a.turn, b.turn) })
+
+	return pending
+}
+
+// write applies the addresses of a Service. The request contains the resourceVersion of the snapshot, so that it cannot
+// reach a Service that has changed since.
 func (c *Controller) write(ctx context.Context, d decision) error {
 	present := d.service.Status.LoadBalancer.Ingress
-	if apiequality.Semantic.DeepEqual(present, d.ingress) || (len(d.ingress) == 0 && !statusManagers(d.service).Has(FieldManager)) {
-		return nil
-	}
 
 	ctx, cancel := context.WithTimeout(ctx, writeTimeout)
 	defer cancel()

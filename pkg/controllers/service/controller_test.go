@@ -17,6 +17,7 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/config"
 	"github.com/talos-ccm/talos-ccm/pkg/controllers/service"
 	"github.com/talos-ccm/talos-ccm/pkg/csrpolicy"
+	"github.com/talos-ccm/talos-ccm/test/ctest"
 )
 
 func TestController_FollowsNodes(t *testing.T) {
@@ -186,6 +187,35 @@ func TestController_KeepsAddressesUntilMachinesRespond(t *testing.T) {
 	first, isService := (<-history.ResultChan()).Object.(*corev1.Service)
 	require.True(t, isService)
 	assert.Len(t, addresses(first), 3, "first change after the restart")
+}
+
+func TestController_RemovesAddressesBeforeManyServicesHaveOne(t *testing.T) {
+	s := newSuite(t)
+	s.run()
+	s.create("web", nil)
+	s.join("a", "192.0.2.1")
+	s.join("b", "192.0.2.2")
+	s.await("web", "192.0.2.1", "192.0.2.2")
+	s.stop()
+
+	const count = 100
+	for i := range count {
+		s.create(fmt.Sprintf("many-%03d", i), func(svc *corev1.Service) { svc.Spec.Ports[0].Port = int32(1000 + i) })
+	}
+
+	s.qps = 5
+	s.run()
+	s.respond("a", "192.0.2.1")
+	s.respond("b", "192.0.2.2")
+	ctest.Await(s, s.services(), metav1.ListOptions{}, "one of many Services has an address", func(svc *corev1.Service) bool {
+		return svc.Name != "web" && len(addresses(svc)) > 0
+	})
+
+	s.announce("b", runtime.MachineStageRebooting, "192.0.2.2")
+	s.await("web", "192.0.2.1")
+
+	last := s.get(fmt.Sprintf("many-%03d", count-1))
+	assert.Empty(t, addresses(last), "the removal waited for the other Services")
 }
 
 func TestController_RemovesItsAddressesWhenNotManaged(t *testing.T) {

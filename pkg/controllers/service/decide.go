@@ -229,6 +229,7 @@ type decision struct {
 	service  *corev1.Service
 	ingress  []corev1.LoadBalancerIngress
 	problems []events.Problem
+	turn     int // order of the writes
 }
 
 // report returns the decision with a problem.

@@ -725,6 +725,29 @@ func TestDecide_RefusesPortsOfPodNetworks(t *testing.T) {
 	}
 }
 
+func TestPendingWrites_RemovalsFirstAndNamespacesInTurns(t *testing.T) {
+	decide := func(namespace, name string, before, after []string) decision {
+		d := decision{service: newService(name, published(before...), owned)}
+		d.service.Namespace = namespace
+		d.ingress = newService(name, published(after...)).Status.LoadBalancer.Ingress
+
+		return d
+	}
+
+	one, two, other := []string{"192.0.2.1"}, []string{"192.0.2.1", "192.0.2.2"}, []string{"192.0.2.3"}
+
+	var order []string
+	for _, d := range pendingWrites([]decision{
+		decide("a", "adds-1", nil, two), decide("a", "adds-2", one, two), decide("a", "unchanged", one, one),
+		decide("a", "removes-1", two, one), decide("a", "removes-2", two, nil), decide("a", "replaces", one, other),
+		decide("b", "adds", one, two), decide("b", "unchanged", two, two), decide("b", "removes", two, other),
+	}) {
+		order = append(order, d.service.Namespace+"/"+d.service.Name)
+	}
+
+	assert.Equal(t, []string{"a/removes-1", "b/removes", "a/removes-2", "a/replaces", "a/adds-1", "b/adds", "a/adds-2"}, order)
+}
+
 // publish plans, and sets the planned status of the Services.
 func publish(services []*corev1.Service, nodes []candidate) map[string][]string {
 	result := map[string][]string{}

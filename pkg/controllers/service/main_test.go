@@ -41,6 +41,8 @@ type suite struct {
 	inventory *inventory.Inventory
 	identity  *identity
 	options   atomic.Pointer[config.Service]
+	// qps limits the requests of the controller per second, if it is set before run.
+	qps float32
 	// silent are machines that accept no connections.
 	silent sync.Map
 	// resync notifies the running controller of changed options; stop ends it after its current pass.
@@ -93,7 +95,12 @@ func newSuite(t *testing.T) *suite {
 func (s *suite) run() {
 	s.Helper()
 
-	i, err := ctest.NewInstance(s.Context(), s.Kube.Config(), nil)
+	client := s.Kube.Config()
+	if s.qps > 0 {
+		client.QPS, client.Burst = s.qps, int(s.qps)
+	}
+
+	i, err := ctest.NewInstance(s.Context(), client, nil)
 	require.NoError(s, err)
 
 	controller, err := service.New(service.Config{
