@@ -242,62 +242,9 @@ func (c *Controller) sync(ctx context.Context, key string) error {
 		return nil
 	}
 
-	// A list from the cache cannot fail.
-	nodes, _ := c.cfg.Nodes.Lister().List(labels.Everything())
-	services, _ := c.services.List(labels.Everything())
-
-	endpointSlices, _ := c.slices.List(labels.Everything())
-	byService := map[cache.ObjectName][]*discoveryv1.EndpointSlice{}
-
-	for _, slice := range endpointSlices {
-		name := cache.NewObjectName(slice.Namespace, slice.Labels[discoveryv1.LabelServiceName])
-		byService[name] = append(byService[name], slice)
-	}
-
-	identity := c.cfg.Identity.Current()
-	s := snapshot{
-		services: services, options: c.cfg.Options(), selectors: c.selectors, isClusterUnknown: !identity.Known,
-		cluster: []csrpolicy.ClusterSubjects{identity.Stated, {PodCIDRs: c.cfg.PodCIDRs()}},
-		endpoints: func(service *corev1.Service) []*discoveryv1.EndpointSlice {
-			return byService[cache.MetaObjectToName(service)]
-		},
-	}
-
-	if slice, err := c.slices.EndpointSlices(metav1.NamespaceDefault).Get(kubernetesSlice); err == nil {
-		for _, p := range slice.Ports {
-			s.apiServerPorts = append(s.apiServerPorts, ptr.Deref(p.Port, 0))
-		}
-	}
-
-	for _, report := range identity.Reported {
-		s.cluster = append(s.cluster, report.ClusterSubjects)
-	}
-
-	machines, silent := 0, 0 // a machine that has not been reached yet is silent
-
-	for _, node := range nodes {
-		entry := c.cfg.Inventory.Get(node.Name)
-		s.nodes = append(s.nodes, candidate{
-			node: node, entry: entry, managed: !entry.ObservedAt.IsZero() && c.cfg.Managed(node, entry.Machine),
-			leaving: isLeaving(entry, time.Now()),
-		})
-
-		if nodespec.IsTalos(node) {
-			machines++
-
-			if entry.Condition != inventory.Current && entry.Condition != inventory.Mismatch {
-				silent++
-			}
-		}
-	}
-
-	for i, n := range s.nodes {
-		s.nodes[i].leaving = n.leaving || 2*silent <= machines && c.renewals[n.node.Name].isDown(n.entry)
-	}
-
 	c.queue.AddAfter(passKey, resyncPeriod)
 
-	decisions := s.decide()
+	decisions := c.snapshot().decide()
 	pending, start := pendingWrites(decisions), time.Now()
 	errs := make([]error, len(pending))
 
@@ -324,6 +271,67 @@ func (c *Controller) sync(ctx context.Context, key string) error {
 	}
 
 	return errors.Join(errs...)
+}
+
+// snapshot reads the inputs of a pass. A list from a cache cannot fail.
+func (c *Controller) snapshot() snapshot {
+	services, _ := c.services.List(labels.Everything())
+	endpointSlices, _ := c.slices.List(labels.Everything())
+	byService := map[cache.ObjectName][]*discoveryv1.EndpointSlice{}
+
+	for _, slice := range endpointSlices {
+		name := cache.NewObjectName(slice.Namespace, slice.Labels[discoveryv1.LabelServiceName])
+		byService[name] = append(byService[name], slice)
+	}
+
+	identity := c.cfg.Identity.Current()
+	s := snapshot{
+		services: services, nodes: c.candidates(), options: c.cfg.Options(), selectors: c.selectors, isClusterUnknown: !identity.Known,
+		cluster: []csrpolicy.ClusterSubjects{identity.Stated, {PodCIDRs: c.cfg.PodCIDRs()}},
+		endpoints: func(service *corev1.Service) []*discoveryv1.EndpointSlice {
+			return byService[cache.MetaObjectToName(service)]
+		},
+	}
+
+	for _, report := range identity.Reported {
+		s.cluster = append(s.cluster, report.ClusterSubjects)
+	}
+
+	if slice, err := c.slices.EndpointSlices(metav1.NamespaceDefault).Get(kubernetesSlice); err == nil {
+		for _, p := range slice.Ports {
+			s.apiServerPorts = append(s.apiServerPorts, ptr.Deref(p.Port, 0))
+		}
+	}
+
+	return s
+}
+
+// candidates returns all Nodes with their machines.
+func (c *Controller) candidates() (list []candidate) {
+	nodes, _ := c.cfg.Nodes.Lister().List(labels.Everything())
+	machines, silent := 0, 0 // a machine that has not been reached yet is silent
+
+	for _, node := range nodes {
+		entry := c.cfg.Inventory.Get(node.Name)
+		list = append(list, candidate{
+			node: node, entry: entry, managed: !entry.ObservedAt.IsZero() && c.cfg.Managed(node, entry.Machine),
+			leaving: isLeaving(entry, time.Now()),
+		})
+
+		if nodespec.IsTalos(node) {
+			machines++
+
+			if entry.Condition != inventory.Current && entry.Condition != inventory.Mismatch {
+				silent++
+			}
+		}
+	}
+
+	for i, n := range list {
+		list[i].leaving = n.leaving || 2*silent <= machines && c.renewals[n.node.Name].isDown(n.entry)
+	}
+
+	return list
 }
 
 // checkLeases records renewals. It probes machines that respond as far as is known, and whose kubelets' Leases are overdue.

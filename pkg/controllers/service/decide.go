@@ -447,7 +447,7 @@ func (s snapshot) parseRequest(service *corev1.Service) (r request, problem stri
 		addresses = config.ServiceAddresses(value)
 	}
 
-	r = request{types: addressTypes[addresses], present: sets.Set[netip.Addr]{}, taken: &big.Int{}}
+	r = request{types: addressTypes[addresses], present: sets.Set[netip.Addr]{}, taken: s.taken(service)}
 	if r.types == nil {
 		return r, fmt.Sprintf("Annotation %s is %.80q; use %q or %q", AnnotationAddresses, addresses, config.AddressesExternal, config.AddressesInternal)
 	}
@@ -455,12 +455,6 @@ func (s snapshot) parseRequest(service *corev1.Service) (r request, problem stri
 	for _, ingress := range service.Status.LoadBalancer.Ingress {
 		ip, _ := netip.ParseAddr(ingress.IP)
 		r.present.Insert(ip)
-	}
-
-	for _, p := range service.Spec.Ports {
-		if c := s.claims[port{p.Protocol, p.Port}]; c != nil {
-			r.taken.Or(r.taken, &c.addresses)
-		}
 	}
 
 	r.nodes = filter(s.eligible, func(c *candidate) bool { return selector.Matches(labels.Set(c.node.Labels)) })
@@ -479,6 +473,19 @@ func (s snapshot) parseRequest(service *corev1.Service) (r request, problem stri
 	}
 
 	return r, ""
+}
+
+// taken returns the indexes of the addresses on which older Services have a port of the Service.
+func (s snapshot) taken(service *corev1.Service) *big.Int {
+	addresses := &big.Int{}
+
+	for _, p := range service.Spec.Ports {
+		if c := s.claims[port{p.Protocol, p.Port}]; c != nil {
+			addresses.Or(addresses, &c.addresses)
+		}
+	}
+
+	return addresses
 }
 
 // selectorOf returns the node selector of a Service, which is parsed once.
@@ -681,18 +688,7 @@ func (c *claim) owner(ip netip.Addr, index map[netip.Addr]int) *corev1.Service {
 //   - while the Node is not ready. It gets no new address of such a Node: the machine may be shut down;
 //   - while kube-proxy uses IPVS on the Node.
 func (s snapshot) setAddresses(c *candidate) {
-	onLinks := sets.Set[netip.Addr]{}
-
-	for _, a := range c.entry.Machine.Addresses {
-		switch a.Link {
-		case machine.LinkExternal:
-		case machine.LinkIPVS:
-			c.usesIPVS = true
-		default:
-			onLinks.Insert(a.Prefix.Addr().Unmap())
-		}
-	}
-
+	onLinks := c.readLinks()
 	listed := c.node.Status.Addresses
 	for _, a := range listed[:min(len(listed), maxNodeAddresses)] {
 		ip, err := netip.ParseAddr(a.Address)
@@ -709,6 +705,23 @@ func (s snapshot) setAddresses(c *candidate) {
 			c.addresses = append(c.addresses, address{ip: ip, kind: a.Type, isPublishable: c.ready() && !s.isClusterUnknown && !c.usesIPVS})
 		}
 	}
+}
+
+// readLinks returns the addresses on links of the machine, without those of Services, and sets usesIPVS.
+func (c *candidate) readLinks() sets.Set[netip.Addr] {
+	onLinks := sets.Set[netip.Addr]{}
+
+	for _, a := range c.entry.Machine.Addresses {
+		switch a.Link {
+		case machine.LinkExternal:
+		case machine.LinkIPVS:
+			c.usesIPVS = true
+		default:
+			onLinks.Insert(a.Prefix.Addr().Unmap())
+		}
+	}
+
+	return onLinks
 }
 
 // addressOf returns the first address of the Node in the IP family that the Service can have, if any. Earlier types are
