@@ -276,6 +276,10 @@ To try it without a cluster:
 // start runs the service until the first signal. A second signal ends the process immediately. The other commands
 // install no signal handler.
 func start(ctx context.Context, options *ccm.Options) error {
+	// Only klog itself filters messages. Its format is that of the logger that the flags have set.
+	klog.ClearLogger()
+	klog.SetLogFilter(withoutBodies{})
+
 	ctx, stop := signal.NotifyContext(ctx, syscall.SIGTERM, syscall.SIGINT)
 	defer stop()
 	defer context.AfterFunc(ctx, stop)()

@@ -5,6 +5,7 @@ import (
 	"context"
 	"crypto/tls"
 	"encoding/base64"
+	"encoding/hex"
 	"fmt"
 	"io"
 	"io/fs"
@@ -25,7 +26,11 @@ import (
 	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
+	authenticationv1 "k8s.io/api/authentication/v1"
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/util/wait"
+	"k8s.io/client-go/rest"
 
 	"github.com/talos-ccm/talos-ccm/pkg/talostest"
 	"github.com/talos-ccm/talos-ccm/test/builder"
@@ -440,6 +445,79 @@ func TestProcess_NeverWritesAdminKey(t *testing.T) {
 	}
 
 	p.terminate()
+}
+
+// getAs sends a request with the credentials of config to the secure port.
+func (p *process) getAs(config *rest.Config, path string) (code int) {
+	p.suite.Helper()
+
+	config = rest.CopyConfig(config)
+	config.CAData, config.Insecure, config.Timeout = nil, true, ctest.Timeout/2
+
+	client, err := rest.HTTPClientFor(config)
+	require.NoError(p.suite, err)
+
+	defer client.CloseIdleConnections()
+
+	response, err := client.Get(fmt.Sprintf("https://127.0.0.1:%d%s", p.port, path))
+	require.NoError(p.suite, err)
+	require.NoError(p.suite, response.Body.Close())
+
+	return response.StatusCode
+}
+
+var hexDump = regexp.MustCompile(`(?m)^\s*[0-9a-f]{8}  ([0-9a-f ]+?) +\|`)
+
+// readable returns a log followed by what its hex dumps contain.
+func readable(t *testing.T, log string) string {
+	t.Helper()
+
+	var dumped []byte
+
+	for _, line := range hexDump.FindAllStringSubmatch(log, -1) {
+		data, err := hex.DecodeString(strings.ReplaceAll(line[1], " ", ""))
+		require.NoError(t, err)
+
+		dumped = append(dumped, data...)
+	}
+
+	return log + string(dumped)
+}
+
+// Bodies of requests are protobuf, which client-go logs as hex dumps.
+func TestProcess_NeverLogsCredentials(t *testing.T) {
+	s, self, worker := newCluster(t)
+
+	p := s.spawn(self, "-v=10")
+	s.awaitInitialized(self, worker)
+
+	_, err := s.Client.CoreV1().ServiceAccounts(metav1.NamespaceDefault).Create(t.Context(), &corev1.ServiceAccount{ObjectMeta: metav1.ObjectMeta{Name: "prometheus"}}, metav1.CreateOptions{})
+	require.NoError(t, err)
+
+	request, err := s.Client.CoreV1().ServiceAccounts(metav1.NamespaceDefault).CreateToken(t.Context(), "prometheus", &authenticationv1.TokenRequest{}, metav1.CreateOptions{})
+	require.NoError(t, err)
+
+	// It is authenticated, which needs a TokenReview, but not authorized.
+	require.Equal(t, http.StatusForbidden, p.getAs(s.Kube.TokenConfig(request.Status.Token), "/metrics"))
+
+	token, err := os.ReadFile(filepath.Join(p.root, "run", "token"))
+	require.NoError(t, err)
+
+	p.terminate()
+
+	unwanted := traces(t, s.Kube.Config().KeyData)
+	unwanted["the ServiceAccount token"], unwanted["the client's token"] = token, []byte(request.Status.Token)
+	unwanted["a token"], unwanted["a key"] = []byte("eyJhbGciOi"), []byte("PRIVATE KEY")
+
+	log := readable(t, p.output.String())
+	for name, trace := range unwanted {
+		assert.Contains(t, readable(t, hex.Dump(trace)), string(trace), "search for %s does not work", name)
+		assert.False(t, strings.Contains(log, string(trace)), "log contains %s", name)
+	}
+
+	for _, path := range []string{"/serviceaccounts/talos-ccm/token", "/tokenreviews"} {
+		assert.True(t, strings.Contains(log, path), "log has no request to %s", path)
+	}
 }
 
 func TestMetrics_AreExported(t *testing.T) {
