@@ -8,8 +8,6 @@ import (
 	"sync"
 	"time"
 
-	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
-	"k8s.io/apimachinery/pkg/fields"
 	utilerrors "k8s.io/apimachinery/pkg/util/errors"
 	"k8s.io/client-go/kubernetes"
 	corelisters "k8s.io/client-go/listers/core/v1"
@@ -119,10 +117,7 @@ func (a *Addresses) read(ctx context.Context, last answers) answers {
 	// Before reading, so that the answer is not taken for younger than it is.
 	last.readAt = a.clock.Now()
 
-	// The API servers write only this EndpointSlice.
-	byName := fields.OneTermEqualSelector(metav1.ObjectNameField, serviceKubernetes).String()
-
-	endpoints, endpointsErr := readEndpoints(ctx, a.client, metav1.ListOptions{FieldSelector: byName})
+	endpoints, endpointsErr := readEndpoints(ctx, a.client)
 	if endpointsErr == nil {
 		last.endpoints = endpoints
 	}

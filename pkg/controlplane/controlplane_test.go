@@ -398,6 +398,32 @@ func TestReader_ReadsTheCertificatesOfAllEndpoints(t *testing.T) {
 	s.await("the second API server is removed", func(id csrpolicy.ClusterIdentity) bool { return !reads(id) })
 }
 
+// API servers write only the EndpointSlice kubernetes. With any other, a client that may create EndpointSlices could make
+// the leader connect anywhere, and reserve the addresses of workers for the control plane.
+func TestReader_IgnoresEndpointSlicesOfOthers(t *testing.T) {
+	var dialed atomic.Int64
+
+	config := bed.Kube.Config()
+	config.Dial = func(ctx context.Context, network, address string) (net.Conn, error) {
+		if strings.HasPrefix(address, "192.0.2.") {
+			dialed.Add(1)
+
+			return nil, errDialed
+		}
+
+		return (&net.Dialer{}).DialContext(ctx, network, address)
+	}
+
+	s := newSuite(t, config)
+	s.addControlPlane("cp-1")
+	publish(s.Suite, "other", "192.0.2.5")
+	s.await("the identity is known", known)
+	s.refresh()
+
+	assert.NotContains(t, s.identity().Stated.APIServerIPs, netip.MustParseAddr("192.0.2.5"))
+	assert.Zero(t, dialed.Load(), "connections to its address")
+}
+
 func TestReader_ReadsTheNetwork(t *testing.T) {
 	s := newSuite(t, bed.Kube.Config())
 	s.add("cp-2", talosmachine.TypeControlPlane)

@@ -19,9 +19,9 @@ import (
 	"github.com/siderolabs/talos/pkg/machinery/resources/k8s"
 	"github.com/spf13/pflag"
 	corev1 "k8s.io/api/core/v1"
-	discoveryv1 "k8s.io/api/discovery/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/fields"
 	"k8s.io/apimachinery/pkg/labels"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/client-go/kubernetes"
@@ -186,9 +186,7 @@ func readService(ctx context.Context, client kubernetes.Interface) (*csrpolicy.C
 		return nil, nil, fmt.Errorf("get Service of the API server: %w", err)
 	}
 
-	ofService := labels.Set{discoveryv1.LabelServiceName: serviceKubernetes}.String()
-
-	endpoints, err := readEndpoints(ctx, client, metav1.ListOptions{LabelSelector: ofService})
+	endpoints, err := readEndpoints(ctx, client)
 	if err != nil {
 		return nil, nil, err
 	}
@@ -201,10 +199,12 @@ func readService(ctx context.Context, client kubernetes.Interface) (*csrpolicy.C
 	return subjects, endpoints, nil
 }
 
-// readEndpoints returns the endpoints in the selected EndpointSlices of namespace default. The API server publishes one
-// port.
-func readEndpoints(ctx context.Context, client kubernetes.Interface, selected metav1.ListOptions) ([]netip.AddrPort, error) {
-	endpointSlices, err := client.DiscoveryV1().EndpointSlices(metav1.NamespaceDefault).List(ctx, selected)
+// readEndpoints returns the endpoints of the API server, which publishes one port. API servers write only one
+// EndpointSlice. Other clients may create EndpointSlices with the label of the API server's Service.
+func readEndpoints(ctx context.Context, client kubernetes.Interface) ([]netip.AddrPort, error) {
+	byName := fields.OneTermEqualSelector(metav1.ObjectNameField, serviceKubernetes).String()
+
+	endpointSlices, err := client.DiscoveryV1().EndpointSlices(metav1.NamespaceDefault).List(ctx, metav1.ListOptions{FieldSelector: byName})
 	if err != nil {
 		return nil, fmt.Errorf("list EndpointSlices of the API server: %w", err)
 	}
