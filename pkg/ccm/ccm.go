@@ -31,6 +31,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"net/http"
 	"os"
 	"slices"
 	"sync"
@@ -38,6 +39,7 @@ import (
 
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/util/uuid"
+	"k8s.io/apiserver/pkg/server"
 	"k8s.io/client-go/kubernetes/scheme"
 	v1core "k8s.io/client-go/kubernetes/typed/core/v1"
 	"k8s.io/client-go/rest"
@@ -53,6 +55,7 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/bootstrap"
 	"github.com/talos-ccm/talos-ccm/pkg/config"
 	"github.com/talos-ccm/talos-ccm/pkg/internal/backoff"
+	"github.com/talos-ccm/talos-ccm/pkg/internal/events"
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
 	"github.com/talos-ccm/talos-ccm/pkg/settings"
 	"github.com/talos-ccm/talos-ccm/pkg/talosapi"
@@ -284,8 +287,8 @@ func (m *Manager) credentials(ctx context.Context, group *sync.WaitGroup, replac
 	return creds, kubeconfig
 }
 
-// frameworkConfig builds the configuration of the framework and opens the secure port, retrying until the API server
-// answers and the port is free. It returns nil if ctx ends first.
+// frameworkConfig builds the configuration of the framework, retrying until the API server answers. In a pod, whose probes
+// use the secure port, it also opens that port and retries until the port is free. It returns nil if ctx ends first.
 func (m *Manager) frameworkConfig(ctx context.Context, kubeconfig string) (config *cloudconfig.CompletedConfig, err error) {
 	if kubeconfig == "" {
 		if _, err := rest.InClusterConfig(); err != nil {
@@ -335,22 +338,26 @@ func (m *Manager) serve(ctx context.Context) error {
 
 	defer m.config.EventBroadcaster.Shutdown()
 
-	var stopped <-chan struct{} // closed when the server has stopped after ctx ended
+	var (
+		stopped <-chan struct{} // closed when the server of a pod has stopped after ctx ended
+		group   sync.WaitGroup
+	)
+
+	defer group.Wait()
+
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
 
 	if m.config.SecureServing != nil {
 		mux := genericcontrollermanager.NewBaseHandler(&m.config.ComponentConfig.Generic.Debugging, m.checks)
 		handler := genericcontrollermanager.BuildHandlerChain(mux, &m.config.Authorization, &m.config.Authentication)
 
-		if stopped, _, err = m.config.SecureServing.Serve(handler, 0, ctx.Done()); err != nil {
+		if m.socket != nil {
+			group.Go(func() { m.serveLater(ctx, handler) })
+		} else if stopped, _, err = m.config.SecureServing.Serve(handler, 0, ctx.Done()); err != nil {
 			return fmt.Errorf("serve health and metrics: %w", err)
 		}
 	}
-
-	var group sync.WaitGroup
-	defer group.Wait()
-
-	ctx, cancel := context.WithCancel(ctx)
-	defer cancel()
 
 	group.Go(func() { m.reportConfiguration(ctx) })
 
@@ -367,6 +374,48 @@ func (m *Manager) serve(ctx context.Context) error {
 	}
 
 	return err
+}
+
+// serveLater opens the extension's secure port and serves health and metrics until ctx ends. Any pod in the host network
+// can listen on the port before the extension does, so nothing waits for the port.
+func (m *Manager) serveLater(ctx context.Context, handler http.Handler) {
+	var (
+		stopped    <-chan struct{}
+		isReported bool
+	)
+
+	_ = backoff.Retry(ctx, "Failed to serve health and metrics; retrying", func(ctx context.Context) error {
+		var opened *server.SecureServingInfo
+
+		serving := *m.options.Framework.SecureServing.SecureServingOptions
+
+		err := serving.ApplyTo(&opened)
+		if err == nil {
+			m.config.SecureServing.Listener = serving.Listener
+			stopped, _, err = m.config.SecureServing.Serve(handler, 0, ctx.Done())
+		}
+
+		if err == nil {
+			return nil
+		}
+
+		if serving.Listener != nil {
+			serving.Listener.Close() //nolint:errcheck // no client has connected
+		}
+
+		if name := m.localNodename(ctx); name != "" && !isReported {
+			m.recorder.Event(nodeReference(name), corev1.EventTypeWarning, ReasonSecurePortUnavailable,
+				events.Truncate("Health and metrics are not served until the secure port can be opened: "+err.Error()))
+
+			isReported = true
+		}
+
+		return err
+	})
+
+	if stopped != nil {
+		within(stopTimeout, m.clock, stopped)
+	}
 }
 
 // settings returns the configuration in force.

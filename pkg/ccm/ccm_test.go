@@ -758,38 +758,67 @@ func TestManager_MayReviewTokensOnlyWithSecurePort(t *testing.T) {
 	}
 }
 
-func TestManager_RetriesSecurePortInUse(t *testing.T) {
-	s := newSuite(t)
-	self := s.controlPlane("cp")
+// takePort makes another process listen on the secure port of the options until release is called.
+func (s *suite) takePort(options *ccm.Options) (addr string, release func()) {
+	s.Helper()
 
-	var config net.ListenConfig
-
-	other, err := config.Listen(t.Context(), "tcp", "127.0.0.1:0")
+	other, err := (&net.ListenConfig{}).Listen(s.Context(), "tcp", "127.0.0.1:0")
 	require.NoError(s, err)
+	s.Cleanup(func() { _ = other.Close() })
 
-	options := s.options(self)
-	options.Framework.SecureServing.BindAddress = net.IPv4(127, 0, 0, 1)
+	tcp, ok := other.Addr().(*net.TCPAddr)
+	require.True(s, ok, "listener address is %s, want TCP", other.Addr())
 
-	addr, ok := other.Addr().(*net.TCPAddr)
-	require.True(t, ok, "listener address is %s, want TCP", other.Addr())
+	options.Framework.SecureServing.BindAddress, options.Framework.SecureServing.BindPort = tcp.IP, tcp.Port
 
-	options.Framework.SecureServing.BindPort = addr.Port
+	return tcp.String(), func() { require.NoError(s, other.Close()) }
+}
 
-	r := s.start(options)
-	ctest.Eventually(s, "credentials are written", func() bool {
-		_, err := os.Stat(filepath.Join(options.RunDir, "kubeconfig"))
-
-		return err == nil
-	})
-	require.NoError(s, other.Close())
-
+// awaitServed waits until a port accepts connections.
+func (s *suite) awaitServed(addr string) {
+	s.Helper()
 	ctest.Eventually(s, "port is served", func() bool {
-		conn, err := (&net.Dialer{}).DialContext(t.Context(), "tcp", addr.String())
+		conn, err := (&net.Dialer{}).DialContext(s.Context(), "tcp", addr)
 		if err == nil {
 			_ = conn.Close()
 		}
 
 		return err == nil
 	})
+}
+
+// A pod in the host network of a control-plane machine must not be able to stop all controllers.
+func TestManager_LeadsWithoutSecurePort(t *testing.T) {
+	s, self, worker := newCluster(t)
+	options := s.options(self)
+	addr, release := s.takePort(options)
+
+	r := s.start(options)
+	s.awaitInitialized(self, worker)
+	s.awaitEvent(self, ccm.ReasonSecurePortUnavailable, addr, "address already in use")
+
+	release()
+	s.awaitServed(addr)
+	s.move(worker, "moved")
 	r.alive()
+}
+
+// The probes of a pod use the secure port.
+func TestManager_WaitsForSecurePortInPod(t *testing.T) {
+	s, self, worker := newCluster(t)
+	options := s.outside(self)
+	addr, release := s.takePort(options)
+
+	logger := ktesting.NewLogger(ktesting.NopTL{}, ktesting.NewConfig(ktesting.BufferLogs(true), ktesting.Verbosity(2)))
+	sink, _ := logger.GetSink().(ktesting.Underlier)
+
+	s.launchWith(klog.NewContext(t.Context(), logger), options)
+	ctest.Eventually(s, "secure port is tried twice", func() bool {
+		return strings.Count(sink.GetBuffer().String(), "API server or secure port not available; retrying") >= 2
+	})
+	assert.Empty(t, s.holder())
+
+	release()
+	s.awaitServed(addr)
+	s.awaitInitialized(self, worker)
 }

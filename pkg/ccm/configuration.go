@@ -28,7 +28,16 @@ const (
 	ReasonConfigInvalid = "ConfigInvalid"
 	// ReasonConfigValid (Normal): on a control-plane Node: the configuration is valid again.
 	ReasonConfigValid = "ConfigValid"
+	// ReasonSecurePortUnavailable: on a control-plane Node: its instance works without metrics and health, since the secure
+	// port cannot be opened.
+	// Fix: docs/troubleshooting/installation.md#not-running.
+	ReasonSecurePortUnavailable = "SecurePortUnavailable"
 )
+
+// nodeReference returns the object of an Event on a Node. Its UID is the name, as in the Events of the kubelet.
+func nodeReference(name string) *corev1.ObjectReference {
+	return &corev1.ObjectReference{APIVersion: "v1", Kind: "Node", Name: name, UID: types.UID(name)}
+}
 
 // NodeOptions returns a configuration's options for Nodes. fallback applies if the configuration does not set
 // providerIDFallback.
@@ -53,18 +62,15 @@ func (m *Manager) reportConfiguration(ctx context.Context) {
 	}
 
 	var (
-		// With the name as UID, as in the Events of the kubelet.
-		node     = &corev1.ObjectReference{APIVersion: "v1", Kind: "Node"}
+		node     *corev1.ObjectReference
 		mu       sync.Mutex
 		reported string
 	)
 
 	err := backoff.Retry(ctx, "Failed to get nodename of local machine; retrying", func(ctx context.Context) error {
-		if node.Name = m.localNodename(ctx); node.Name == "" {
+		if node = nodeReference(m.localNodename(ctx)); node.Name == "" {
 			return errors.New("not known yet")
 		}
-
-		node.UID = types.UID(node.Name)
 
 		return nil
 	})

@@ -373,8 +373,16 @@ func (o *Options) hosted() (*csrpolicy.ClusterSubjects, error) {
 	return subjects, nil
 }
 
+// notListening has the address of the extension's secure port. Manager.serveLater replaces it.
+type notListening struct{ addr *net.TCPAddr }
+
+func (l notListening) Addr() net.Addr          { return l.addr }
+func (notListening) Accept() (net.Conn, error) { return nil, net.ErrClosed }
+func (notListening) Close() error              { return nil }
+
 // frameworkFor returns a copy of the framework's options for one connection with kubeconfig. Their Config method
-// modifies them; among others it sets the listener, which is closed with the connection.
+// modifies them; among others it sets the listener, which is closed with the connection. The extension opens the secure
+// port later.
 func (o *Options) frameworkFor(kubeconfig string) *options.CloudControllerManagerOptions {
 	framework := *o.Framework
 
@@ -385,6 +393,10 @@ func (o *Options) frameworkFor(kubeconfig string) *options.CloudControllerManage
 
 	serving := *framework.SecureServing.SecureServingOptions
 	framework.SecureServing = serving.WithLoopback()
+
+	if o.MachineSocket != "" && serving.BindPort != 0 {
+		serving.Listener = notListening{&net.TCPAddr{IP: serving.BindAddress, Port: serving.BindPort}}
+	}
 
 	authentication, authorization := *framework.Authentication, *framework.Authorization
 	authentication.RemoteKubeConfigFile = cmp.Or(authentication.RemoteKubeConfigFile, kubeconfig)

@@ -594,6 +594,9 @@ func TestMetrics_RequireAuthorization(t *testing.T) {
 	require.NoError(t, err)
 	assert.Contains(t, []int{http.StatusForbidden, http.StatusUnauthorized}, code)
 
+	// Unlike a token, a client certificate is of no use to another process that listens on the port.
+	ctest.Eventually(s, "a client certificate is accepted", func() bool { return p.getAs(s.Kube.Config(), "/metrics") == http.StatusOK })
+
 	code, body, err := p.get("/healthz")
 	require.NoError(t, err)
 	assert.Equal(t, http.StatusOK, code, body)
