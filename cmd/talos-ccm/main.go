@@ -297,6 +297,10 @@ func start(ctx context.Context, options *ccm.Options) error {
 			klog.Background().Info("Failed to raise RLIMIT_NOFILE; continuing", "err", err)
 		}
 
+		if err := privilege.RaiseOOMScore(); err != nil {
+			klog.Background().Info("Failed to raise OOM score; continuing", "err", err)
+		}
+
 		if err := privilege.Drop(options.Directories()...); err != nil {
 			return err
 		}

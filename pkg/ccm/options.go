@@ -155,7 +155,7 @@ func (o *Options) Flags() cliflag.NamedFlagSets {
 	fs.StringVar(&o.StateDir, "state-dir", o.StateDir,
 		"Directory for the last-known-good configuration. If empty, the last-known-good configuration does not survive a restart.")
 	fs.BoolVar(&o.DropPrivileges, "drop-privileges", o.DropPrivileges,
-		"Raise the open file limit, then switch to UID 50 and drop all capabilities at startup. Requires root and --run-dir.")
+		"Raise the open file limit and the OOM score, then switch to UID 50 and drop all capabilities at startup. Requires root and --run-dir.")
 	fs.StringVar((*string)(&o.ProviderIDFallback), "provider-id-fallback", string(o.ProviderIDFallback),
 		"Source of the providerID on platforms that publish no providerID: 'uuid' (instance ID, or SMBIOS UUID if it is unique) or 'node-ip' (as in the upstream Talos CCM). "+
 			"global.providerIDFallback in the configuration takes precedence.")

@@ -10,6 +10,8 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"strconv"
+	"strings"
 	"syscall"
 
 	"github.com/siderolabs/talos/pkg/machinery/constants"
@@ -22,6 +24,32 @@ const UID = constants.ApidUserID
 // maxOpenFiles allows for one connection per machine with a wide margin. Talos up to 1.12 starts extension services
 // with a limit of 1024.
 const maxOpenFiles = 1 << 20
+
+// oomScore is above the OOM scores of Talos's services, of which the kubelet has the highest, and below those of most
+// pods.
+const oomScore = constants.KubeletOOMScoreAdj + 50
+
+// RaiseOOMScore raises the OOM score adjustment, which Talos sets to -600: if memory runs out, the kernel must not kill
+// the kubelet or containerd because of this process. A higher value remains. Call it before Drop, after which the file
+// belongs to root.
+func RaiseOOMScore() error {
+	const path = "/proc/self/oom_score_adj"
+
+	data, err := os.ReadFile(path)
+	if err != nil {
+		return fmt.Errorf("get OOM score: %w", err)
+	}
+
+	if score, err := strconv.Atoi(strings.TrimSpace(string(data))); err != nil || score >= oomScore {
+		return err
+	}
+
+	if err := os.WriteFile(path, []byte(strconv.Itoa(oomScore)), 0o600); err != nil {
+		return fmt.Errorf("raise OOM score to %d: %w", oomScore, err)
+	}
+
+	return nil
+}
 
 // RaiseOpenFiles raises RLIMIT_NOFILE above the hard limit, which requires CAP_SYS_RESOURCE. The Go runtime has
 // already raised it up to the hard limit.

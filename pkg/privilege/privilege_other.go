@@ -8,6 +8,9 @@ import "errors"
 
 var errNotLinux = errors.New("requires Linux")
 
+// RaiseOOMScore returns an error: it is not supported on this platform.
+func RaiseOOMScore() error { return errNotLinux }
+
 // RaiseOpenFiles returns an error: it is not supported on this platform.
 func RaiseOpenFiles() error { return errNotLinux }
 

@@ -39,6 +39,7 @@ var children = map[string]func(path string){
 	"connect":                  connect,
 	"raise":                    raise,
 	"raise without capability": raiseWithoutCapability,
+	"raise OOM score":          raiseOOMScore,
 }
 
 // child fails the child process.
@@ -281,6 +282,50 @@ func TestRaiseOpenFiles_ExceedsHardLimit(t *testing.T) {
 
 	t.Logf("CAP_SYS_RESOURCE is %v, running child %q", mayRaise, name)
 	requireChild(t, name, "", nil)
+}
+
+func TestRaiseOOMScore_OnlyRaises(t *testing.T) {
+	requireRoot(t)
+
+	for before, after := range map[string]string{"-600": "-400", "-401": "-400", "-399": "-399", "0": "0", "500": "500"} {
+		t.Run("from "+before, func(t *testing.T) {
+			requireChild(t, "raise OOM score", before+" "+after, &syscall.SysProcAttr{Unshareflags: syscall.CLONE_NEWNS})
+		})
+	}
+}
+
+const oomScore = "/proc/self/oom_score_adj"
+
+// raiseOOMScore raises the score twice, as the service does after it has replaced itself.
+func raiseOOMScore(scores string) {
+	before, after, _ := strings.Cut(scores, " ")
+	setOOMScore(before)
+
+	for range 2 {
+		require.NoError(child{}, privilege.RaiseOOMScore())
+
+		score, err := os.ReadFile(oomScore)
+		require.NoError(child{}, err)
+		require.Equal(child{}, after, strings.TrimSpace(string(score)))
+	}
+}
+
+// setOOMScore sets the score of this process. The kernel lets only CAP_SYS_RESOURCE of the initial user namespace lower a
+// score. Elsewhere a file with the score is mounted in its place.
+func setOOMScore(score string) {
+	err := os.WriteFile(oomScore, []byte(score), 0o600)
+	if err == nil {
+		return
+	}
+
+	require.ErrorIs(child{}, err, unix.EACCES)
+
+	file, err := os.CreateTemp("", "")
+	require.NoError(child{}, err)
+	defer os.Remove(file.Name()) //nolint:errcheck // the mount remains
+
+	_, err = file.WriteString(score)
+	require.NoError(child{}, errors.Join(err, file.Close(), unix.Mount(file.Name(), oomScore, "", unix.MS_BIND, "")))
 }
 
 func TestRaiseOpenFiles_FailsForUnprivilegedUser(t *testing.T) {

@@ -178,7 +178,7 @@ func (m *vm) checkProcess() {
 	assert.Contains(m.t, m.awaitTalosctl("", "read", process+"/attr/current"), ":unconfined_container_t:")
 
 	// docs/reference/service.md
-	assert.Equal(m.t, "-600", strings.TrimSpace(m.awaitTalosctl("", "read", process+"/oom_score_adj")))
+	assert.Equal(m.t, "-400", strings.TrimSpace(m.awaitTalosctl("", "read", process+"/oom_score_adj")))
 	assert.Equal(m.t, "max", strings.TrimSpace(m.awaitTalosctl("", "read", cgroup+"memory.max")))
 
 	for _, file := range []string{"memory.current", "memory.peak"} {
