@@ -366,7 +366,7 @@ func (m *Manager) serve(ctx context.Context) error {
 	case m.config.ComponentConfig.Generic.LeaderElection.LeaderElect:
 		err = m.elect(ctx)
 	default:
-		err = m.control(ctx)
+		err = m.lead(ctx, nil)
 	}
 
 	if ctx.Err() != nil && stopped != nil {

@@ -79,19 +79,20 @@ func (m *Manager) elect(ctx context.Context) error {
 	return err
 }
 
-// lead runs the controllers until ctx ends, lost is closed or they fail. It returns when they have stopped, or after
-// stopTimeout.
+// lead runs the controllers until ctx ends, lost is closed, they fail or use too much memory. It returns when they have
+// stopped, or after stopTimeout.
 func (m *Manager) lead(ctx context.Context, lost <-chan struct{}) (err error) {
 	controlCtx, stop := context.WithCancel(ctx)
 	defer stop()
 
-	done := make(chan error, 1)
+	done, exceeded := make(chan error, 1), make(chan error, 1)
 
-	go func() { done <- m.control(controlCtx) }()
+	go func() { done <- m.control(controlCtx, exceeded) }()
 
 	select {
 	case err = <-done:
 		return err
+	case err = <-exceeded:
 	case <-lost:
 		err = errLeaseLost
 	case <-ctx.Done():

@@ -10,6 +10,7 @@ import (
 	"strings"
 	"time"
 
+	"k8s.io/apimachinery/pkg/api/resource"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/client-go/tools/leaderelection"
 	"k8s.io/cloud-provider/names"
@@ -52,6 +53,9 @@ type Options struct {
 	StateDir string
 	// DropPrivileges makes main switch to an unprivileged user at startup.
 	DropPrivileges bool
+	// MemoryCeiling is the memory above which the process exits; 0 is the default, which depends on the Nodes and the
+	// machine.
+	MemoryCeiling resource.QuantityValue
 	// ProviderIDFallback applies to platforms that publish no providerID.
 	ProviderIDFallback config.ProviderIDFallback
 	// ServiceCIDRs is a comma-separated list of prefixes that no pod CIDR may overlap. If empty, the Service CIDRs of
@@ -156,6 +160,8 @@ func (o *Options) Flags() cliflag.NamedFlagSets {
 		"Directory for the last-known-good configuration. If empty, the last-known-good configuration does not survive a restart.")
 	fs.BoolVar(&o.DropPrivileges, "drop-privileges", o.DropPrivileges,
 		"Raise the open file limit and the OOM score, then switch to UID 50 and drop all capabilities at startup. Requires root and --run-dir.")
+	fs.Var(&o.MemoryCeiling, "memory-ceiling",
+		"Memory above which the process exits, such as 2Gi. If 0, it is 512Mi and 1Mi per initialized Node, but at most half of the machine's memory.")
 	fs.StringVar((*string)(&o.ProviderIDFallback), "provider-id-fallback", string(o.ProviderIDFallback),
 		"Source of the providerID on platforms that publish no providerID: 'uuid' (instance ID, or SMBIOS UUID if it is unique) or 'node-ip' (as in the upstream Talos CCM). "+
 			"global.providerIDFallback in the configuration takes precedence.")
@@ -213,7 +219,7 @@ func (o *Options) Validate() error {
 
 	_, err := o.ipam()
 	_, hostedErr := o.hosted()
-	errs = append(errs, err, o.checkControllers(), hostedErr, o.checkElection(), o.checkTLS(), o.checkFramework())
+	errs = append(errs, err, o.checkControllers(), hostedErr, o.checkElection(), o.checkTLS(), o.checkMemory(), o.checkFramework())
 
 	return errors.Join(errs...)
 }
@@ -263,6 +269,15 @@ func (o *Options) checkElection() error {
 	}
 
 	return errors.Join(errs...)
+}
+
+// checkMemory returns an error if the memory ceiling is negative.
+func (o *Options) checkMemory() error {
+	if o.MemoryCeiling.Sign() < 0 {
+		return fmt.Errorf("--memory-ceiling: must be positive, or 0 for the default, not %s", o.MemoryCeiling.String())
+	}
+
+	return nil
 }
 
 // checkTLS returns the errors with which the secure port would fail.

@@ -309,6 +309,26 @@ func TestLeaderElection_RestartedInstanceReacquiresLease(t *testing.T) {
 	second.terminate()
 }
 
+// The process that exits is restarted by Talos.
+func TestProcess_ExitsAboveItsMemoryCeiling(t *testing.T) {
+	s := newSuite(t)
+	first, second, worker := s.controlPlane("cp-1"), s.controlPlane("cp-2"), s.worker("worker")
+	s.register(first, second, worker)
+
+	// A process that leads needs more.
+	small := s.spawn(first, "--memory-ceiling=8Mi")
+
+	ctest.Receive(s, small.ended, "first instance exits")
+	require.ErrorContains(t, small.err, "exit status 1")
+	assert.Regexp(t, `(?m)^Error: \d+ MiB of memory are in use, more than the ceiling of 8 MiB; see --memory-ceiling$`, small.output.String())
+	assert.Empty(t, s.holder())
+
+	other := s.spawn(second, openMetrics)
+	ctest.Eventually(s, "second instance leads", other.leads)
+	s.awaitInitialized(first, second, worker)
+	other.terminate()
+}
+
 // traces returns the forms in which the admin's private key could appear: base64 as in the kubeconfig, each line of
 // the PEM document, and DER.
 func traces(t *testing.T, keyPEM []byte) map[string][]byte {

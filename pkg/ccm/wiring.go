@@ -70,8 +70,9 @@ type inputs struct {
 	podCIDRs     func() []netip.Prefix // which talos-ccm allocates from
 }
 
-// control runs the reflector and the controllers until ctx ends and they have stopped.
-func (m *Manager) control(ctx context.Context) error {
+// control runs the reflector and the controllers until ctx ends and they have stopped. It sends an error to exceeded if
+// they use too much memory.
+func (m *Manager) control(ctx context.Context, exceeded chan<- error) error {
 	inv := inventory.New(m.clock.Now)
 	defer countMachines(inv)()
 
@@ -131,6 +132,7 @@ func (m *Manager) control(ctx context.Context) error {
 		m.start(ctx, &group, c.name, ctrl)
 	}
 
+	group.Go(func() { m.limitMemory(ctx, nodes.Lister(), exceeded) })
 	group.Go(func() { refl.Run(ctx) })
 	group.Go(func() { controlPlane.Run(ctx) })
 	factory.Start(ctx.Done())
