@@ -6,6 +6,8 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+	"google.golang.org/grpc"
+	"google.golang.org/protobuf/proto"
 )
 
 // Stop powers the machine off: all connections break and new ones are reset. The resources are kept, but their versions and watch history
@@ -111,6 +113,22 @@ func (m *Machine) Freeze() { m.frozen.shut() }
 
 // Thaw ends [Machine.Freeze].
 func (m *Machine) Thaw() { m.frozen.open() }
+
+// Answer answers a List or a Watch: it sends messages to the stream, or returns the result of honest, which answers as the
+// machine does.
+type Answer func(request proto.Message, stream grpc.ServerStream, honest func() error) error
+
+// Lie makes the machine answer each List and Watch with answer, as one that an attacker has taken over; nil ends that. Open
+// streams stay; see [Machine.BreakStreams].
+func (m *Machine) Lie(answer Answer) { m.lie.Store(&answer) }
+
+func (m *Machine) answer(request proto.Message, stream grpc.ServerStream, honest func() error) error {
+	if lie := m.lie.Load(); lie != nil && *lie != nil {
+		return (*lie)(request, stream, honest)
+	}
+
+	return honest()
+}
 
 // ExpireCertificate makes apid present a certificate that expired an hour ago. Open connections stay; see [Machine.BreakConnections].
 func (m *Machine) ExpireCertificate() {

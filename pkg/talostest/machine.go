@@ -80,6 +80,7 @@ type Machine struct {
 	delay           atomic.Int64
 	certificateTime atomic.Int64 // from which the certificate of apid is valid, as Unix time
 	openStreams     atomic.Int64
+	lie             atomic.Pointer[Answer]
 	journal         journal
 	power           sync.Mutex // serializes Stop and Start
 

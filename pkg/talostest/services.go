@@ -22,17 +22,22 @@ func (resourceService) Get(ctx context.Context, request *v1alpha1.GetRequest) (*
 }
 
 func (resourceService) List(request *v1alpha1.ListRequest, stream grpc.ServerStreamingServer[v1alpha1.ListResponse]) error {
-	return callFrom(stream.Context()).boot.served.List(request, stream)
+	call := callFrom(stream.Context())
+
+	return call.machine.answer(request, stream, func() error { return call.boot.served.List(request, stream) })
 }
 
 func (resourceService) Watch(request *v1alpha1.WatchRequest, stream grpc.ServerStreamingServer[v1alpha1.WatchResponse]) error {
-	memory := callFrom(stream.Context()).boot
+	call := callFrom(stream.Context())
+	memory := call.boot
 
 	if bookmark := request.GetOptions().GetStartFromBookmark(); bookmark != nil {
 		request.Options.StartFromBookmark = memory.bookmark.apply(bookmark)
 	}
 
-	return memory.served.Watch(request, &markedStream{ServerStreamingServer: stream, mask: memory.bookmark})
+	return call.machine.answer(request, stream, func() error {
+		return memory.served.Watch(request, &markedStream{ServerStreamingServer: stream, mask: memory.bookmark})
+	})
 }
 
 // markedStream masks the bookmarks of a watch.
