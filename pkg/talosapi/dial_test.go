@@ -9,16 +9,12 @@ import (
 	"net"
 	"net/netip"
 	"strconv"
-	"strings"
 	"syscall"
 	"testing"
 	"time"
 
 	"github.com/cosi-project/runtime/api/v1alpha1"
-	"github.com/cosi-project/runtime/pkg/resource"
-	"github.com/cosi-project/runtime/pkg/state"
 	"github.com/siderolabs/talos/pkg/machinery/constants"
-	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
 	"github.com/siderolabs/talos/pkg/machinery/role"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
@@ -38,7 +34,7 @@ type fixed struct{ config *tls.Config }
 
 func (c fixed) TLSConfig() (*tls.Config, error) { return c.config.Clone(), nil }
 
-func (s *site) reader(t *testing.T) fixed {
+func (s *site) reader(t testing.TB) fixed {
 	t.Helper()
 
 	config, err := s.cluster.ClientTLS(string(role.Reader))
@@ -58,40 +54,6 @@ func TestDial_RejectsCertificateOfAnotherAddress(t *testing.T) {
 	assert.Equal(t, codes.Unavailable, status.Code(err))
 	assert.Contains(t, err.Error(), "certificate is valid for")
 	assert.Len(t, s.worker.Calls(), 0, "machine received calls")
-}
-
-func TestDial_LimitsBytesPerStream(t *testing.T) {
-	s := newSite(t, clock.RealClock{})
-
-	for i := range 16 {
-		extension := runtime.NewExtensionStatus(runtime.NamespaceName, strconv.Itoa(i))
-		extension.TypedSpec().Metadata.Description = strings.Repeat("x", 1<<20)
-		require.NoError(t, s.worker.State().Create(t.Context(), extension))
-	}
-
-	st, err := talosapi.Dial(t.Context(), s.reader(t), s.worker.Address())
-	require.NoError(t, err)
-	t.Cleanup(func() { _ = st.Close() })
-
-	kind := resource.NewMetadata(runtime.NamespaceName, runtime.ExtensionStatusType, "", resource.VersionUndefined)
-
-	_, err = st.List(t.Context(), kind)
-	assert.Equal(t, codes.ResourceExhausted, status.Code(err), err)
-
-	events := make(chan state.Event)
-	require.NoError(t, st.WatchKind(t.Context(), kind, events, state.WithBootstrapContents(true)))
-
-	for event := range events {
-		assert.NotEqual(t, state.Bootstrapped, event.Type, "watch: got all resources, want an error")
-
-		if event.Type == state.Errored || event.Type == state.Bootstrapped {
-			break
-		}
-	}
-
-	// Other streams still work.
-	_, err = nodename(t, st)
-	require.NoError(t, err)
 }
 
 // forward returns an address that is not the machine's and forwards connections to the machine.

@@ -2,7 +2,10 @@ package talosapi
 
 import (
 	"context"
+	"errors"
+	"io"
 	"path"
+	"sync"
 	"time"
 
 	"google.golang.org/grpc"
@@ -44,6 +47,45 @@ func measureUnary(ctx context.Context, method string, req, reply any, cc *grpc.C
 	err := invoke(ctx, method, req, reply, cc, opts...)
 
 	observe(method, start, err)
+
+	return err
+}
+
+// measureStream records each stream with the result of its first RecvMsg, because gRPC opens a stream before the server has
+// received it.
+func measureStream(
+	ctx context.Context, desc *grpc.StreamDesc, cc *grpc.ClientConn, method string, open grpc.Streamer, opts ...grpc.CallOption,
+) (grpc.ClientStream, error) {
+	start := time.Now()
+
+	stream, err := open(ctx, desc, cc, method, opts...)
+	if err != nil {
+		observe(method, start, err)
+
+		return nil, err
+	}
+
+	return &measuredStream{ClientStream: stream, answered: func(err error) { observe(method, start, err) }}, nil
+}
+
+type measuredStream struct {
+	grpc.ClientStream
+
+	answered func(error)
+	once     sync.Once
+}
+
+// RecvMsg implements grpc.ClientStream.
+func (s *measuredStream) RecvMsg(message any) error {
+	err := s.ClientStream.RecvMsg(message)
+
+	s.once.Do(func() {
+		if errors.Is(err, io.EOF) { // an empty list
+			s.answered(nil)
+		} else {
+			s.answered(err)
+		}
+	})
 
 	return err
 }

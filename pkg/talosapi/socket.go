@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"math"
 	"net/netip"
 	"net/url"
 	"time"
@@ -89,7 +88,7 @@ func (s *Socket) Close() error {
 }
 
 func dialSocket(path string, as role.Role) (*grpc.ClientConn, error) {
-	conn, err := grpc.NewClient("unix://"+path, append(dialOptions(math.MaxInt),
+	conn, err := grpc.NewClient("unix://"+path, append(dialOptions(),
 		grpc.WithTransportCredentials(insecure.NewCredentials()),
 		grpc.WithPerRPCCredentials(roleCredentials(as)),
 	)...)

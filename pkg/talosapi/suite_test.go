@@ -47,7 +47,7 @@ type site struct {
 	socket       *talosapi.Socket
 }
 
-func newSite(t *testing.T, clk clock.PassiveClock) *site {
+func newSite(t testing.TB, clk clock.PassiveClock) *site {
 	t.Helper()
 
 	cluster := ctest.NewTalos(t, talostest.Options{Clock: clk})
@@ -63,7 +63,7 @@ func newSite(t *testing.T, clk clock.PassiveClock) *site {
 	return &site{cluster: cluster, controlPlane: controlPlane, worker: worker, socket: openSocket(t, controlPlane)}
 }
 
-func openSocket(t *testing.T, m *talostest.Machine) *talosapi.Socket {
+func openSocket(t testing.TB, m *talostest.Machine) *talosapi.Socket {
 	t.Helper()
 
 	socket, err := talosapi.OpenSocket(m.Socket())

@@ -17,7 +17,6 @@ import (
 	"io"
 	"net"
 	"net/netip"
-	"sync"
 	"syscall"
 	"time"
 
@@ -26,10 +25,7 @@ import (
 	cosiclient "github.com/cosi-project/runtime/pkg/state/protobuf/client"
 	"github.com/siderolabs/talos/pkg/machinery/constants"
 	"google.golang.org/grpc"
-	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/credentials"
-	"google.golang.org/grpc/status"
-	"google.golang.org/protobuf/proto"
 )
 
 const (
@@ -41,10 +37,6 @@ const (
 
 	// bufferSize replaces gRPC's shared write buffers of 32 KiB.
 	bufferSize = 4 << 10
-
-	// maxStream limits the bytes that a machine may send over one stream, because the COSI client reads a list to its end
-	// before it returns. The limit is twice the size of ten thousand addresses.
-	maxStream = 8 << 20
 )
 
 // dialer detects a machine that lost power. With Talos's kernel parameters that takes about 19 minutes. The kernel sends
@@ -111,7 +103,7 @@ func Dial(ctx context.Context, creds Credentials, addr netip.Addr) (State, error
 	unused := make(chan net.Conn, 1)
 	unused <- first
 
-	conn, err := grpc.NewClient("passthrough:///"+target, append(dialOptions(maxStream),
+	conn, err := grpc.NewClient("passthrough:///"+target, append(append(boundOptions(), dialOptions()...),
 		grpc.WithTransportCredentials(transport),
 		grpc.WithContextDialer(func(ctx context.Context, _ string) (net.Conn, error) {
 			select {
@@ -185,63 +177,14 @@ func (c reportingCredentials) Clone() credentials.TransportCredentials {
 	return reportingCredentials{TransportCredentials: c.TransportCredentials.Clone(), creds: c.creds}
 }
 
-func dialOptions(streamLimit int) []grpc.DialOption {
+func dialOptions() []grpc.DialOption {
 	return []grpc.DialOption{
 		grpc.WithNoProxy(),         // the environment of the machine may set HTTPS_PROXY, which apid ignores as well
 		grpc.WithReadBufferSize(0), // TLS has one, and there is one mostly idle connection per machine
 		grpc.WithWriteBufferSize(bufferSize),
 		grpc.WithChainUnaryInterceptor(measureUnary),
-		grpc.WithChainStreamInterceptor(streamInterceptor(streamLimit)),
+		grpc.WithChainStreamInterceptor(measureStream),
 	}
-}
-
-// streamInterceptor returns an interceptor for streams on which the server may send limit bytes.
-func streamInterceptor(limit int) grpc.StreamClientInterceptor {
-	return func(
-		ctx context.Context, desc *grpc.StreamDesc, cc *grpc.ClientConn, method string, open grpc.Streamer, opts ...grpc.CallOption,
-	) (grpc.ClientStream, error) {
-		start := time.Now()
-
-		stream, err := open(ctx, desc, cc, method, opts...)
-		if err != nil {
-			observe(method, start, err)
-
-			return nil, err
-		}
-
-		return &clientStream{ClientStream: stream, answered: func(err error) { observe(method, start, err) }, remaining: limit}, nil
-	}
-}
-
-// clientStream is measured and bounded.
-type clientStream struct {
-	grpc.ClientStream
-
-	// answered is called with the result of the first RecvMsg, because gRPC opens a stream before the server has received it.
-	answered  func(error)
-	once      sync.Once
-	remaining int // bytes
-}
-
-// RecvMsg implements grpc.ClientStream.
-func (s *clientStream) RecvMsg(message any) error {
-	err := s.ClientStream.RecvMsg(message)
-
-	s.once.Do(func() {
-		if errors.Is(err, io.EOF) { // an empty list
-			s.answered(nil)
-		} else {
-			s.answered(err)
-		}
-	})
-
-	if m, ok := message.(proto.Message); ok && err == nil {
-		if s.remaining -= proto.Size(m); s.remaining < 0 {
-			return status.Errorf(codes.ResourceExhausted, "machine sent more than %d bytes over one stream", maxStream)
-		}
-	}
-
-	return err
 }
 
 type cosiState struct {

@@ -1,0 +1,226 @@
+package talosapi
+
+import (
+	"context"
+	"time"
+
+	"github.com/cosi-project/runtime/api/v1alpha1"
+	"github.com/cosi-project/runtime/pkg/resource"
+	"github.com/siderolabs/talos/pkg/machinery/resources/block"
+	"github.com/siderolabs/talos/pkg/machinery/resources/cluster"
+	"github.com/siderolabs/talos/pkg/machinery/resources/hardware"
+	"github.com/siderolabs/talos/pkg/machinery/resources/network"
+	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+	"google.golang.org/protobuf/proto"
+)
+
+const (
+	// maxMetadata limits the labels, annotations and finalizers of a resource together. The COSI client copies all of them
+	// for each of them, and ignores its context while it does (resource.NewMetadataFromProto). Talos sets a few.
+	maxMetadata = 100
+
+	// minSize is what a resource or an event counts at least. Small ones need more memory than bytes on the wire.
+	minSize = 512
+
+	// maxMessage limits a message of a watch, and the answer to a Get. An empty event has two bytes and becomes 140. The
+	// largest real message is an update of a PlatformMetadata with 50 tags, which contains the previous version.
+	maxMessage = 128 << 10
+
+	// maxListed limits a message of a list, which has one resource. The largest is the LinkStatus of KubeSpan, with 550
+	// bytes for each machine of the cluster.
+	maxListed = 1 << 20
+
+	// maxHeaders limits the HTTP/2 headers of an answer, which contain the error message.
+	maxHeaders = 16 << 10
+
+	otherKinds = 256 << 10
+)
+
+// limits are the sizes in bytes of all resources of a kind together, in a list or in a watch. Machines send a resource as
+// protobuf and as YAML. docs/explanation/security.md lists what real machines need.
+var limits = map[resource.Type]int{
+	network.AddressStatusType:  5 << 20, // 10,000 of up to 512 bytes: kube-proxy in IPVS mode adds all Services' addresses
+	cluster.MemberType:         8 << 20, // 10,000 of up to 840 bytes
+	block.DiscoveredVolumeType: 1 << 20,
+	network.LinkStatusType:     1 << 20,
+	network.RouteStatusType:    1 << 20,
+	hardware.PCIDeviceType:     1 << 20,
+	runtime.MetaKeyType:        640 << 10, // Talos stores 256 KiB
+}
+
+// boundOptions limit what a machine may send. The local machine's socket is trusted.
+func boundOptions() []grpc.DialOption {
+	return []grpc.DialOption{
+		grpc.WithMaxHeaderListSize(maxHeaders),
+		grpc.WithChainUnaryInterceptor(boundUnary),
+		grpc.WithChainStreamInterceptor(boundStream),
+	}
+}
+
+// boundUnary refuses answers that exceed the limits before the COSI client decodes them.
+func boundUnary(ctx context.Context, method string, req, reply any, cc *grpc.ClientConn, invoke grpc.UnaryInvoker, opts ...grpc.CallOption) error {
+	if err := invoke(ctx, method, req, reply, cc, append(opts, grpc.MaxCallRecvMsgSize(maxMessage))...); err != nil {
+		return err
+	}
+
+	b := bounds{kind: kindOf(req)}
+
+	if answer, ok := reply.(*v1alpha1.GetResponse); ok {
+		return b.checkResource(answer.GetResource())
+	}
+
+	return nil
+}
+
+// boundStream returns streams that refuse messages that exceed the limits before the COSI client decodes them.
+func boundStream(
+	ctx context.Context, desc *grpc.StreamDesc, cc *grpc.ClientConn, method string, open grpc.Streamer, opts ...grpc.CallOption,
+) (grpc.ClientStream, error) {
+	ctx, cancel := context.WithCancel(ctx)
+
+	return &boundedStream{cancel: cancel, open: func(maxSize int) (grpc.ClientStream, error) {
+		return open(ctx, desc, cc, method, append(opts, grpc.MaxCallRecvMsgSize(maxSize))...)
+	}}, nil
+}
+
+// boundedStream is a stream that opens with the request, because the limit of messages depends on the request.
+type boundedStream struct {
+	grpc.ClientStream
+
+	open   func(maxSize int) (grpc.ClientStream, error)
+	cancel context.CancelFunc
+	bounds bounds
+}
+
+// SendMsg implements grpc.ClientStream.
+func (s *boundedStream) SendMsg(request any) (err error) {
+	kind, maxSize := kindOf(request), maxMessage
+
+	limit, listed := limits[kind]
+	if !listed {
+		limit = otherKinds
+	}
+
+	if _, isList := request.(*v1alpha1.ListRequest); isList {
+		maxSize = min(limit, maxListed)
+	}
+
+	s.bounds = bounds{kind: kind, limit: limit, sizes: map[resource.ID]int{}}
+
+	if s.ClientStream, err = s.open(maxSize); err != nil {
+		s.cancel()
+
+		return err
+	}
+
+	return s.ClientStream.SendMsg(request)
+}
+
+// RecvMsg implements grpc.ClientStream. It ends the stream with the first error.
+func (s *boundedStream) RecvMsg(message any) error {
+	err := s.ClientStream.RecvMsg(message)
+
+	switch m := message.(type) {
+	case *v1alpha1.ListResponse:
+		if err == nil {
+			err = s.bounds.checkListed(m.GetResource())
+		}
+	case *v1alpha1.WatchResponse:
+		if err == nil {
+			err = s.bounds.checkEvents(m.GetEvent(), time.Now())
+		}
+	}
+
+	if err != nil {
+		s.cancel()
+	}
+
+	return err
+}
+
+func kindOf(request any) resource.Type {
+	typed, _ := request.(interface{ GetType() string }) // all requests have one
+
+	return typed.GetType()
+}
+
+// bounds are the limits of one request.
+type bounds struct {
+	kind  resource.Type
+	limit int
+
+	total  int                 // size of all resources
+	sizes  map[resource.ID]int // of the resources that a watch has sent
+	minute time.Time           // since when sent counts
+	sent   int                 // size of a watch's events
+}
+
+func (b *bounds) checkListed(r *v1alpha1.Resource) error {
+	b.total += size(r)
+	if b.total > b.limit {
+		return b.exceeded()
+	}
+
+	return b.checkResource(r)
+}
+
+// checkEvents limits the resources that a watch has sent and that were not destroyed. In a minute, a watch may send twice
+// as much: all resources, and as much in changes.
+func (b *bounds) checkEvents(list []*v1alpha1.Event, now time.Time) error {
+	if now.Sub(b.minute) >= time.Minute {
+		b.minute, b.sent = now, 0
+	}
+
+	for _, event := range list {
+		if b.sent += size(event); b.sent > 2*b.limit {
+			return status.Errorf(codes.ResourceExhausted, "%s: machine sent changes of more than %d KiB in a minute", b.kind, 2*b.limit>>10)
+		}
+
+		for _, r := range []*v1alpha1.Resource{event.GetResource(), event.GetOld()} {
+			if err := b.checkResource(r); err != nil {
+				return err
+			}
+		}
+
+		id := event.GetResource().GetMetadata().GetId()
+
+		switch event.GetEventType() {
+		case v1alpha1.EventType_BOOTSTRAPPED, v1alpha1.EventType_ERRORED, v1alpha1.EventType_NOOP:
+		case v1alpha1.EventType_DESTROYED:
+			b.total -= b.sizes[id]
+			delete(b.sizes, id)
+		default: // the COSI client takes unknown types for CREATED
+			b.total += size(event.GetResource()) - b.sizes[id]
+			b.sizes[id] = size(event.GetResource())
+		}
+
+		if b.total > b.limit {
+			return b.exceeded()
+		}
+	}
+
+	return nil
+}
+
+// checkResource accepts a resource that is missing.
+func (b *bounds) checkResource(r *v1alpha1.Resource) error {
+	md := r.GetMetadata()
+
+	switch count := len(md.GetLabels()) + len(md.GetAnnotations()) + len(md.GetFinalizers()); {
+	case count > maxMetadata:
+		return status.Errorf(codes.ResourceExhausted, "%s: a resource has more than %d labels, annotations and finalizers", b.kind, maxMetadata)
+	case md != nil && md.GetType() != b.kind:
+		return status.Errorf(codes.DataLoss, "%s: machine sent a resource of another type", b.kind)
+	default:
+		return nil
+	}
+}
+
+func (b *bounds) exceeded() error {
+	return status.Errorf(codes.ResourceExhausted, "%s: machine has more than %d KiB of them", b.kind, b.limit>>10)
+}
+
+func size(m proto.Message) int { return max(proto.Size(m), minSize) }
