@@ -2,6 +2,7 @@ package inventory
 
 import (
 	"slices"
+	"time"
 
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
 )
@@ -94,11 +95,11 @@ func (i *Inventory) sameIdentity(nodename string, identity machine.Identity) []s
 
 // unambiguous returns the identity without the identifiers of several machines. The caller holds i.mu.
 func (i *Inventory) unambiguous(identity machine.Identity) machine.Identity {
-	if i.ambiguous.Has(identifier{kindNodeID, identity.NodeID}) {
+	if _, found := i.ambiguous[identifier{kindNodeID, identity.NodeID}]; found {
 		identity.NodeID = ""
 	}
 
-	if i.ambiguous.Has(identifier{kindUUID, identity.UUID}) {
+	if _, found := i.ambiguous[identifier{kindUUID, identity.UUID}]; found {
 		identity.UUID = ""
 	}
 
@@ -114,8 +115,16 @@ func (i *Inventory) reidentify(nodename string, before, after Entry) []string {
 		for _, id := range identifiers(after.Last.Identity()) {
 			isOther := func(n string) bool { return i.entries[n].Condition == Current && !atOneAddress(i.entries[n], after) }
 			if slices.ContainsFunc(i.identities.others(id, nodename), isOther) {
-				i.ambiguous.Insert(id)
+				i.ambiguous[id] = time.Time{}
 			}
+		}
+	}
+
+	for _, id := range append(identifiers(before.Last.Identity()), identifiers(after.Last.Identity())...) {
+		if _, found := i.ambiguous[id]; found && len(i.identities[id]) > 0 {
+			i.ambiguous[id] = time.Time{}
+		} else if found {
+			i.ambiguous[id] = i.now()
 		}
 	}
 

@@ -3,6 +3,7 @@ package inventory_test
 import (
 	"net/netip"
 	"testing"
+	"time"
 
 	"github.com/siderolabs/talos/pkg/machinery/resources/hardware"
 	"github.com/stretchr/testify/assert"
@@ -103,5 +104,34 @@ func TestInventory_NotifiesFormerNameOfRenamedMachine(t *testing.T) {
 		f.takeNotified()
 		f.do(change)
 		assert.Contains(t, f.takeNotified(), "old")
+	}
+}
+
+// Two clones that stay up must not be taken for one renamed machine, however long they do.
+func TestInventory_ForgetsIdentifierOfSeveralMachines(t *testing.T) {
+	anonymous, changed, purge := identified("n1", ""), identified("n3", ""), steps{after(time.Minute), view("purge", identified("n4", "")), forgotten("purge")}
+	both := steps{view("old", anonymous), view("new", anonymous)}
+	later := steps{unreachable("old"), view("new", anonymous)}
+
+	for _, test := range []struct {
+		name    string
+		between steps
+		want    string
+	}{
+		{"both up for an hour", steps{after(time.Hour)}, ""},
+		{"one of them for an hour", steps{view("old", changed), after(time.Hour)}, ""},
+		{"one of them down for an hour", steps{unreachable("old"), unreachable("new"), after(time.Hour)}, ""},
+		{"none for 14 minutes", steps{view("old", changed), view("new", changed), after(13 * time.Minute)}, ""},
+		{"none for 15 minutes", steps{view("old", changed), view("new", changed), after(15 * time.Minute)}, "new"},
+		{"none for a while, and one again", steps{
+			view("old", changed), view("new", changed), after(10 * time.Minute), view("old", anonymous), after(10 * time.Minute),
+		}, ""},
+	} {
+		f := newFixture(both...)
+		f.do(test.between...)
+		f.do(purge...)
+		f.do(view("new", changed), view("old", anonymous))
+		f.do(later...)
+		assert.Equal(t, test.want, f.RenamedTo("old"), test.name)
 	}
 }

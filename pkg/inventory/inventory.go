@@ -75,16 +75,16 @@ type Inventory struct {
 	addresses index[string]     // of Entry.Last, in canonical form
 	platforms index[netip.Addr] // addresses that only the platform's metadata knows
 
-	identities index[identifier]    // of Entry.Last
-	ambiguous  sets.Set[identifier] // of several current machines at the same time
+	identities index[identifier]        // of Entry.Last
+	ambiguous  map[identifier]time.Time // of several current machines at the same time; since when no entry has it, or zero
 
 	dropped map[string]map[string]time.Time // by nodename: the names and addresses that its machine stopped reporting
-	purged  time.Time                       // when dropped was last purged
+	purged  time.Time                       // when dropped and ambiguous were last purged
 }
 
 const (
 	// Retention is how long a machine owns a name or an address after it stops reporting it, and how long a deleted Node
-	// owns its names and addresses.
+	// owns its names and addresses. An identifier of several machines stays ambiguous for as long after the last one.
 	Retention = 15 * time.Minute
 
 	// maxDropped limits what one machine can make the Inventory remember.
@@ -99,7 +99,7 @@ func New(now func() time.Time) *Inventory {
 	return &Inventory{
 		now: now, entries: map[string]Entry{}, counts: map[Condition]int{},
 		uuids: index[string]{}, names: index[string]{}, addresses: index[string]{}, platforms: index[netip.Addr]{},
-		identities: index[identifier]{}, ambiguous: sets.New[identifier](),
+		identities: index[identifier]{}, ambiguous: map[identifier]time.Time{},
 		dropped: map[string]map[string]time.Time{},
 	}
 }
@@ -321,6 +321,8 @@ func (i *Inventory) drop(nodename string, before, after machine.Machine) {
 				delete(i.dropped, owner)
 			}
 		}
+
+		maps.DeleteFunc(i.ambiguous, func(_ identifier, at time.Time) bool { return !at.IsZero() && now.Sub(at) >= Retention })
 	}
 
 	for subject := range reported(before).Difference(reported(after)) {
