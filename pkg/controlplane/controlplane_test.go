@@ -17,6 +17,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/cosi-project/runtime/pkg/resource"
 	"github.com/cosi-project/runtime/pkg/safe"
 	talosmachine "github.com/siderolabs/talos/pkg/machinery/config/machine"
 	"github.com/siderolabs/talos/pkg/machinery/resources/k8s"
@@ -312,6 +313,34 @@ func TestReader_KeepsTheLastAnswers(t *testing.T) {
 	assert.Equal(t, before, after)
 
 	assert.Equal(t, changes, s.changes.Load())
+}
+
+// A resource that exceeds a limit of package talosapi counts as not read.
+func TestReader_KeepsTheLastAnswerOfMachineThatSendsTooMuch(t *testing.T) {
+	s := newSuite(t, bed.Kube.Config())
+	m := s.addControlPlane("cp-1")
+	before := s.await("the identity is known", known)
+
+	for _, r := range []resource.Resource{
+		k8s.NewControllerManagerConfig(k8s.ControllerManagerConfigID),
+		k8s.NewNodeIPConfig(k8s.NamespaceName, k8s.KubeletID),
+		k8s.NewStaticPod(k8s.NamespaceName, k8s.ControllerManagerID),
+	} {
+		_, err := m.State().UpdateWithConflicts(t.Context(), r.Metadata(), func(r resource.Resource) error {
+			*r.Metadata().Finalizers() = make(resource.Finalizers, 101)
+
+			if nodeIPs, ok := r.(*k8s.NodeIPConfig); ok {
+				nodeIPs.TypedSpec().ExcludeSubnets = []string{"192.0.2.1"}
+			}
+
+			return nil
+		})
+		require.NoError(t, err)
+	}
+
+	s.refresh()
+	assert.Equal(t, before, s.identity())
+	assert.Len(t, s.reader.Network().Current().KCMConfigs, 1)
 }
 
 func TestReader_CallsSubscribersAfterChanges(t *testing.T) {

@@ -4,9 +4,12 @@ import (
 	"net/netip"
 	"testing"
 
+	"github.com/cosi-project/runtime/api/v1alpha1"
 	clusterres "github.com/siderolabs/talos/pkg/machinery/resources/cluster"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
+	"google.golang.org/grpc"
+	"google.golang.org/protobuf/proto"
 
 	"github.com/talos-ccm/talos-ccm/pkg/controlplane"
 	"github.com/talos-ccm/talos-ccm/pkg/csrpolicy"
@@ -74,6 +77,29 @@ func TestReader_ReadsTheMembers(t *testing.T) {
 
 	assert.Empty(t, s.members().Absent("w-2", "3"))
 	assert.Empty(t, s.members().Addresses())
+}
+
+// Only the members are unknown then.
+func TestReader_ReadsTheRestOfMachineWithTooManyMembers(t *testing.T) {
+	s := newSuite(t, bed.Kube.Config(), func(_ *suite, cfg *controlplane.Config) { cfg.ReadMembers = func() bool { return true } })
+	m := s.addControlPlane("crowded-cp")
+
+	member := &v1alpha1.Resource{
+		Metadata: &v1alpha1.Metadata{Namespace: clusterres.NamespaceName, Type: clusterres.MemberType, Version: "1", Phase: "running"},
+		Spec:     &v1alpha1.Spec{},
+	}
+	m.Lie(func(_ proto.Message, stream grpc.ServerStream, honest func() error) error {
+		for range 17_000 {
+			if err := stream.SendMsg(&v1alpha1.ListResponse{Resource: member}); err != nil {
+				return err
+			}
+		}
+
+		return honest()
+	})
+
+	s.await("the identity is known", known)
+	assert.Empty(t, s.members().SeenBy)
 }
 
 var memberAddress = netip.MustParseAddr("192.0.2.1")

@@ -399,26 +399,33 @@ func (r *Reader) readMachine(ctx context.Context, nodename string, addr netip.Ad
 	}
 
 	if r.cfg.ReadMembers != nil && r.cfg.ReadMembers() {
-		list, err := safe.StateListAll[*cluster.Member](ctx, state.WrapCore(st))
-		if err != nil {
-			return fmt.Errorf("list members of the cluster: %w", err)
-		}
-
-		facts.members = MemberList{}
-
-		for member := range list.All() {
-			spec := member.TypedSpec()
-			m := Member{NodeID: spec.NodeID}
-
-			if len(spec.Addresses) > 0 {
-				m.Address = spec.Addresses[0]
-			}
-
-			facts.members[member.Metadata().ID()] = m
-		}
+		facts.members, err = listMembers(ctx, st)
 	}
 
-	return facts.read(ctx, nodename, st)
+	return cmp.Or(facts.read(ctx, nodename, st), err)
+}
+
+// listMembers returns the members that a machine lists.
+func listMembers(ctx context.Context, st state.CoreState) (MemberList, error) {
+	list, err := safe.StateListAll[*cluster.Member](ctx, state.WrapCore(st))
+	if err != nil {
+		return nil, fmt.Errorf("list members of the cluster: %w", err)
+	}
+
+	members := MemberList{}
+
+	for member := range list.All() {
+		spec := member.TypedSpec()
+		m := Member{NodeID: spec.NodeID}
+
+		if len(spec.Addresses) > 0 {
+			m.Address = spec.Addresses[0]
+		}
+
+		members[member.Metadata().ID()] = m
+	}
+
+	return members, nil
 }
 
 // read updates the facts that it can read. The error is of the first fact that could not be read.
