@@ -8,6 +8,7 @@ import (
 	"reflect"
 	"slices"
 
+	"github.com/cosi-project/runtime/pkg/resource"
 	talosmachine "github.com/siderolabs/talos/pkg/machinery/config/machine"
 	"github.com/siderolabs/talos/pkg/machinery/resources/hardware"
 	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
@@ -69,6 +70,9 @@ type Machine struct {
 	// FactKinds are the kinds of Facts that were read. Facts are nil if there are none.
 	FactKinds FactKinds
 	Facts     *Facts
+	// Ignored are the kinds of resources that exceed a limit, with the reason. Their facts are not reported, or are the
+	// last ones that did not exceed it.
+	Ignored map[resource.Type]string
 }
 
 // ValidSubnet is a subnet that has node IPs or, if inverted, that has none.

@@ -2,6 +2,7 @@ package machine
 
 import (
 	"cmp"
+	"maps"
 	"net/netip"
 	"reflect"
 	"slices"
@@ -89,8 +90,9 @@ type View struct {
 	// Facts are the kinds of facts that a Machine gets. ReplaceKind must be called for all of them that are not watched.
 	Facts FactKinds
 
-	resources []resource.Resource // sorted by type and ID
-	facts     Facts               // their resources are not kept: a machine can have hundreds of them
+	resources []resource.Resource      // sorted by type and ID
+	facts     Facts                    // their resources are not kept: a machine can have hundreds of them
+	ignored   map[resource.Type]string // see Ignore
 }
 
 // Put adds or replaces a resource of BaseKinds. It ignores volumes that no Machine depends on: a machine can have
@@ -123,6 +125,8 @@ func (v *View) find(ptr resource.Pointer) (i int, found bool) {
 
 // ReplaceKind replaces all resources of one kind with items.
 func (v *View) ReplaceKind(k resource.Kind, items []resource.Resource) {
+	delete(v.ignored, k.Type())
+
 	if v.facts.replace(k.Type(), items) {
 		return
 	}
@@ -134,8 +138,17 @@ func (v *View) ReplaceKind(k resource.Kind, items []resource.Resource) {
 	}
 }
 
-// Len returns the number of resources.
-func (v *View) Len() int { return len(v.resources) }
+// DropFacts removes the facts of a kind. It returns false if the kind is not one of facts only.
+func (v *View) DropFacts(k resource.Kind) bool { return v.facts.replace(k.Type(), nil) }
+
+// Ignore records why the resources of a kind are ignored until the next ReplaceKind.
+func (v *View) Ignore(k resource.Kind, why string) {
+	if v.ignored == nil {
+		v.ignored = map[resource.Type]string{}
+	}
+
+	v.ignored[k.Type()] = why
+}
 
 // Machine builds a Machine from the collected resources.
 func (v *View) Machine() Machine {
@@ -163,10 +176,11 @@ func (v *View) Machine() Machine {
 	m.addPlatformConfigs(configs)
 	limit(reflect.ValueOf(&m).Elem())
 
-	m.UnmetConditions = m.UnmetConditions[:min(len(m.UnmetConditions), maxUnmetConditions)]
-	m.NodeIPs = m.NodeIPs[:min(len(m.NodeIPs), maxSubnets)]
-	m.ExcludedSubnets = m.ExcludedSubnets[:min(len(m.ExcludedSubnets), maxSubnets)]
-	m.ValidSubnets = m.ValidSubnets[:min(len(m.ValidSubnets), maxSubnets)]
+	m.Ignored = maps.Clone(v.ignored)
+	m.UnmetConditions = first(maxUnmetConditions, m.UnmetConditions)
+	m.NodeIPs = first(maxSubnets, m.NodeIPs)
+	m.ExcludedSubnets = first(maxSubnets, m.ExcludedSubnets)
+	m.ValidSubnets = first(maxSubnets, m.ValidSubnets)
 
 	own := 0
 	m.Addresses = slices.DeleteFunc(m.Addresses, func(a Address) bool {
@@ -178,6 +192,7 @@ func (v *View) Machine() Machine {
 
 		return own > maxAddresses
 	})
+	m.Addresses = slices.Clone(m.Addresses)
 
 	if v.Facts != 0 {
 		facts := v.facts
@@ -201,6 +216,9 @@ const (
 	// maxSubnets is the limit of node IPs and of each list of subnets, against which all addresses are compared.
 	maxSubnets = 100
 )
+
+// first returns the first n elements, or all. It copies them: an empty element has two bytes in a message and up to 32 in a list.
+func first[E any](n int, list []E) []E { return slices.Clone(list[:min(len(list), n)]) }
 
 // bounded returns s, or an empty string if s is longer than maxString.
 func bounded(s string) string {

@@ -276,6 +276,56 @@ func TestView_MachineIsIndependentOfResources(t *testing.T) {
 	assert.Equal(t, netip.MustParseAddr("10.0.0.1"), m.NodeIPs[0])
 }
 
+// Elements that are cut off must not stay in memory.
+func TestView_KeepsOnlyWhatItReports(t *testing.T) {
+	status := runtime.NewMachineStatus()
+	status.TypedSpec().Status.UnmetConditions = make([]runtime.UnmetCondition, 60_000)
+
+	ips := nodeIPs(make([]netip.Addr, 60_000)...)
+
+	subnets := make([]string, 60_000)
+	for i := range subnets {
+		subnets[i] = "10.0.0.0/8"
+	}
+
+	m := viewOf(status, ips, withSpec(nodeIPConfig(), k8s.NodeIPConfigSpec{ExcludeSubnets: subnets, ValidSubnets: subnets})).Machine()
+	assert.Equal(t, []int{100, 100, 100, 100}, []int{len(m.UnmetConditions), len(m.NodeIPs), len(m.ExcludedSubnets), len(m.ValidSubnets)})
+
+	for name, kept := range map[string]int{
+		"unmet conditions": cap(m.UnmetConditions), "node IPs": cap(m.NodeIPs),
+		"excluded subnets": cap(m.ExcludedSubnets), "valid subnets": cap(m.ValidSubnets),
+	} {
+		assert.Less(t, kept, 200, name)
+	}
+
+	view := viewOf()
+	for i := range 10_000 {
+		view.Put(addressStatus("eth0", netip.PrefixFrom(netip.AddrFrom4([4]byte{10, 0, byte(i / 256), byte(i)}), 32).String()))
+	}
+
+	assert.Less(t, cap(view.Machine().Addresses), 2000)
+}
+
+func TestView_IgnoresKindUntilItIsReplaced(t *testing.T) {
+	links := resource.NewMetadata(network.NamespaceName, network.LinkStatusType, "", resource.VersionUndefined)
+	view := viewOf()
+	view.Facts = machine.AllFacts
+	view.ReplaceKind(links, []resource.Resource{network.NewLinkStatus(network.NamespaceName, "eth0")})
+
+	view.Ignore(links, "too many")
+	kept := view.Machine()
+	assert.True(t, view.DropFacts(links))
+
+	dropped := view.Machine()
+	view.ReplaceKind(links, nil)
+
+	assert.Equal(t, []string{"eth0"}, kept.Facts.Links)
+	assert.Empty(t, dropped.Facts.Links)
+	assert.Equal(t, map[resource.Type]string{network.LinkStatusType: "too many"}, dropped.Ignored)
+	assert.Empty(t, view.Machine().Ignored)
+	assert.False(t, view.DropFacts(resource.NewMetadata(k8s.NamespaceName, k8s.NodeIPType, "", resource.VersionUndefined)))
+}
+
 func TestKinds_EachIsEitherWatchedOrPolled(t *testing.T) {
 	kinds := machine.BaseKinds().All()
 

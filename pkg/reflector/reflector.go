@@ -17,6 +17,9 @@
 // A session expires after 30 to 45 minutes, and the next session reads everything again. If a session fails, its last
 // view stays current until a connection attempt fails. From then on, the inventory keeps the view as the view of an
 // unreachable machine.
+//
+// A machine that sends more than package talosapi allows is unreachable, too. If only facts exceed the limits, they are not
+// reported.
 package reflector
 
 import (
@@ -30,6 +33,8 @@ import (
 	"sync/atomic"
 	"time"
 
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/util/wait"
 	coreinformers "k8s.io/client-go/informers/core/v1"
@@ -38,6 +43,7 @@ import (
 	"k8s.io/utils/clock"
 
 	"github.com/talos-ccm/talos-ccm/pkg/internal/backoff"
+	"github.com/talos-ccm/talos-ccm/pkg/internal/events"
 	"github.com/talos-ccm/talos-ccm/pkg/internal/metric"
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
 	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
@@ -294,13 +300,14 @@ func (r *Reflector) follow(ctx context.Context, nodename string, t *task) {
 
 		var delay time.Duration
 
-		if established {
+		// A machine that exceeds a limit would do so again soon.
+		if established && status.Code(err) != codes.ResourceExhausted {
 			// The last view stays current until a reconnect fails.
 			if !errors.Is(err, errSessionExpired) {
 				restarts.Inc()
 			}
 
-			klog.FromContext(ctx).V(2).Info("Watches of machine ended; reconnecting", "err", err)
+			klog.FromContext(ctx).V(2).Info("Watches of machine ended; reconnecting", "err", textOf(err))
 
 			delays = backoff.New(backoffFirst, backoffMax)
 			delay = wait.Jitter(reconnectDelay, reconnectJitter)
@@ -438,6 +445,9 @@ func (r *Reflector) report(logger klog.Logger, nodename string, err error) {
 		return
 	}
 
-	logger.Info("Machine is unreachable", "err", err)
-	r.inventory.MarkUnreachable(nodename, strings.ReplaceAll(err.Error(), "\n", "; "))
+	logger.Info("Machine is unreachable", "err", textOf(err))
+	r.inventory.MarkUnreachable(nodename, textOf(err))
 }
+
+// textOf returns the text of an error, of which a machine may have written any part.
+func textOf(err error) string { return events.Truncate(strings.ReplaceAll(err.Error(), "\n", "; ")) }

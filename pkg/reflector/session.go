@@ -50,9 +50,6 @@ const (
 
 	// maxFlushed limits the events that are received after a session has failed. Few are pending then.
 	maxFlushed = 64
-
-	// maxResources is far above the number of resources of a real machine; addresses are the only kind with more than a few.
-	maxResources = 10_000
 )
 
 // errSessionExpired ends a session that had no failure.
@@ -243,16 +240,20 @@ func (s *session) send(ctx context.Context, result func() error) {
 // poll lists all kinds concurrently and replaces them in the view. Talos answers PermissionDenied for a kind that its version does not have;
 // the listing of that kind is empty.
 func (s *session) poll(ctx context.Context, kinds []resource.Kind) {
-	listings := make([][]resource.Resource, len(kinds))
+	listings, refusals := make([][]resource.Resource, len(kinds)), make([]error, len(kinds))
 	errs := make(chan error, len(kinds))
 
 	for i, kind := range kinds {
 		go func() {
 			list, err := s.state.List(ctx, kind)
-			if status.Code(err) == codes.PermissionDenied {
-				klog.FromContext(ctx).V(4).Info("Machine does not serve resource kind", "kind", kind.Type(), "err", err)
+
+			switch status.Code(err) {
+			case codes.PermissionDenied:
+				klog.FromContext(ctx).V(4).Info("Machine does not serve resource kind", "kind", kind.Type(), "err", textOf(err))
 
 				err = nil
+			case codes.ResourceExhausted:
+				refusals[i], err = err, nil
 			}
 
 			listings[i] = list.Items
@@ -273,11 +274,11 @@ func (s *session) poll(ctx context.Context, kinds []resource.Kind) {
 		s.polled, s.polling = true, false
 
 		for i, kind := range kinds {
-			if len(listings[i]) > maxResources {
-				return fmt.Errorf("machine at %s has more than %d resources of type %s", s.addr, maxResources, kind.Type())
+			if refusals[i] == nil {
+				s.view.ReplaceKind(kind, listings[i])
+			} else if err := s.ignore(kind, refusals[i]); err != nil {
+				return err
 			}
-
-			s.view.ReplaceKind(kind, listings[i])
 		}
 
 		if s.established {
@@ -297,6 +298,19 @@ func (s *session) poll(ctx context.Context, kinds []resource.Kind) {
 
 		return s.publish()
 	})
+}
+
+// ignore handles resources that exceed a limit. Machines of the control plane keep their last ones, because the whole
+// cluster depends on them. Of other machines, facts are not reported, and sessions end without the kinds of every View.
+func (s *session) ignore(kind resource.Kind, err error) error {
+	_, isControlPlane := s.state.(talosapi.ControlPlane)
+	if isKept := isControlPlane && s.established; !isKept && !s.view.DropFacts(kind) {
+		return fmt.Errorf("list resources at %s: %w", s.addr, err)
+	}
+
+	s.view.Ignore(kind, textOf(err))
+
+	return nil
 }
 
 // scheduleNextPoll is called after a poll, and for the first view.
@@ -338,7 +352,7 @@ func (s *session) pollAfter(ctx context.Context, event state.Event) {
 }
 
 // handle applies one watch event. A machine is not trusted before its nodename is verified, and not fully afterwards: an event may lack its
-// resource (the COSI client maps events of an unknown type to Created), and the number of resources is limited.
+// resource (the COSI client maps events of an unknown type to Created).
 func (s *session) handle(ctx context.Context, event state.Event) error {
 	switch event.Type {
 	case state.Created, state.Updated, state.Destroyed:
@@ -350,10 +364,6 @@ func (s *session) handle(ctx context.Context, event state.Event) error {
 			s.view.Drop(event.Resource.Metadata())
 		} else {
 			s.view.Put(event.Resource)
-		}
-
-		if s.view.Len() > maxResources {
-			return fmt.Errorf("machine at %s has more than %d resources of the watched kinds", s.addr, maxResources)
 		}
 	case state.Bootstrapped:
 		s.bootstrapping--

@@ -2,6 +2,7 @@ package reflector_test
 
 import (
 	"context"
+	"fmt"
 	"net/netip"
 	"slices"
 	"sync"
@@ -146,6 +147,17 @@ func (s *suite) visible() (messages []string) {
 	}
 
 	return messages
+}
+
+// logged returns the values of all messages that the reflector has logged.
+func (s *suite) logged() (values []string) {
+	sink, _ := s.log.GetSink().(ktesting.Underlier)
+
+	for _, entry := range sink.GetBuffer().Data() {
+		values = append(values, fmt.Sprint(entry.ParameterKVList...))
+	}
+
+	return values
 }
 
 func (s *suite) add(spec talostest.MachineSpec) *talostest.Machine {

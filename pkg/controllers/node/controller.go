@@ -333,6 +333,10 @@ func isManaged(node *corev1.Node, entry inventory.Entry, in nodespec.Input) bool
 // known yet or cannot be written.
 func (c *Controller) plan(node *corev1.Node, entry inventory.Entry, in nodespec.Input) (*plan, []events.Problem, error) {
 	spec, problems := c.desired(node, entry, in)
+	for kind, why := range entry.Machine.Ignored {
+		problems = append(problems, events.Problem{Reason: ReasonInvalidValue, Subject: "machine//" + kind, Message: "Resources of the machine are ignored: " + why})
+	}
+
 	if spec == nil && in.AwaitsFacts {
 		c.queue.AddAfter(node.Name, factsTimeout)
 	}

@@ -5,6 +5,7 @@ import (
 	"testing/synctest"
 	"time"
 
+	"github.com/cosi-project/runtime/pkg/resource"
 	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
@@ -12,6 +13,7 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	cloudproviderapi "k8s.io/cloud-provider/api"
 
+	"github.com/talos-ccm/talos-ccm/pkg/internal/events"
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
 	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
 	"github.com/talos-ccm/talos-ccm/pkg/rules"
@@ -42,5 +44,20 @@ func TestController_AwaitsFactsForAMinute(t *testing.T) {
 
 		_, in = c.machineOf(n)
 		assert.False(t, in.AwaitsFacts)
+	})
+}
+
+func TestController_ReportsResourcesThatAreIgnored(t *testing.T) {
+	n := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "n"}}
+	n.Status.NodeInfo.OSImage = "Talos (v1.14.1)"
+
+	c := newController(t, n)
+	c.config.Inventory.Replace("n", machine.Machine{Nodename: "n", Ignored: map[resource.Type]string{"LinkStatuses.net.talos.dev": "too many"}})
+
+	entry, in := c.machineOf(n)
+	_, problems, err := c.plan(n, entry, in)
+	require.NoError(t, err)
+	assert.Contains(t, problems, events.Problem{
+		Reason: ReasonInvalidValue, Subject: "machine//LinkStatuses.net.talos.dev", Message: "Resources of the machine are ignored: too many",
 	})
 }
