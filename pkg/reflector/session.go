@@ -247,13 +247,12 @@ func (s *session) poll(ctx context.Context, kinds []resource.Kind) {
 		go func() {
 			list, err := s.state.List(ctx, kind)
 
-			switch status.Code(err) {
-			case codes.PermissionDenied:
+			if status.Code(err) == codes.ResourceExhausted {
+				refusals[i], err = err, nil
+			} else if status.Code(err) == codes.PermissionDenied {
 				klog.FromContext(ctx).V(4).Info("Machine does not serve resource kind", "kind", kind.Type(), "err", textOf(err))
 
 				err = nil
-			case codes.ResourceExhausted:
-				refusals[i], err = err, nil
 			}
 
 			listings[i] = list.Items

@@ -3,6 +3,7 @@ package talosapi_test
 import (
 	"context"
 	"fmt"
+	"slices"
 	"strconv"
 	"strings"
 	"testing"
@@ -254,12 +255,10 @@ func TestDial_RefusesEmptyEvents(t *testing.T) {
 		"in one allowed number": {1000, ""},
 	} {
 		t.Run(name, func(t *testing.T) {
-			events := make([]*v1alpha1.Event, c.events)
-			for i := range events {
-				events[i] = &v1alpha1.Event{EventType: v1alpha1.EventType_CREATED}
-			}
+			created := &v1alpha1.Event{EventType: v1alpha1.EventType_CREATED}
+			events := append(slices.Repeat([]*v1alpha1.Event{created}, c.events), &v1alpha1.Event{EventType: v1alpha1.EventType_BOOTSTRAPPED})
 
-			s.worker.Lie(sendingEvents(append(events, &v1alpha1.Event{EventType: v1alpha1.EventType_BOOTSTRAPPED})...))
+			s.worker.Lie(sendingEvents(events...))
 
 			err := watchErrOf(t, st, statusKind)
 			if c.want == "" {

@@ -61,7 +61,7 @@ func TestManifests_ScrapeConfigEqualsGuide(t *testing.T) {
 	})
 	text = strings.NewReplacer(
 		"kubernetesSdConfigs:", "kubernetesSDConfigs:", "relabelConfigs:", "relabelings:", "role: node", "role: Node", "scheme: https", "scheme: HTTPS",
-		"credentialsFile: /var/run/secrets/kubernetes.io/serviceaccount/token", "credentials: {name: talos-ccm-prometheus, key: token}",
+		"credentialsFile: /etc/prometheus/secrets/talos-ccm-metrics/token", "credentials: {name: talos-ccm-prometheus, key: token}",
 	).Replace(text)
 
 	wanted, _ := parse(t, text)["scrapeConfigs"].([]any)

@@ -689,6 +689,7 @@ func (c *claim) owner(ip netip.Addr, index map[netip.Addr]int) *corev1.Service {
 //   - while kube-proxy uses IPVS on the Node.
 func (s snapshot) setAddresses(c *candidate) {
 	onLinks := c.readLinks()
+
 	listed := c.node.Status.Addresses
 	for _, a := range listed[:min(len(listed), maxNodeAddresses)] {
 		ip, err := netip.ParseAddr(a.Address)
