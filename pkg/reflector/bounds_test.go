@@ -10,6 +10,7 @@ import (
 
 	"github.com/cosi-project/runtime/api/v1alpha1"
 	"github.com/cosi-project/runtime/pkg/resource"
+	"github.com/siderolabs/talos/pkg/machinery/resources/block"
 	"github.com/siderolabs/talos/pkg/machinery/resources/k8s"
 	"github.com/siderolabs/talos/pkg/machinery/resources/network"
 	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
@@ -161,4 +162,39 @@ func TestSession_ShortensErrorsOfMachines(t *testing.T) {
 	}
 
 	assert.NotContains(t, strings.Join(s.logged(), "\n"), strings.Repeat("x", 1<<10))
+}
+
+func TestSession_ReadsLargeMachine(t *testing.T) {
+	t.Parallel()
+
+	var resources []resource.Resource
+	for i := range 1000 {
+		prefix := netip.PrefixFrom(netip.AddrFrom4([4]byte{203, 0, byte(i / 250), byte(i % 250)}), 32)
+		address := network.NewAddressStatus(network.NamespaceName, network.AddressID("eth1", prefix))
+		address.TypedSpec().Address, address.TypedSpec().LinkName = prefix, "eth1"
+		resources = append(resources, address)
+	}
+
+	for i := range 500 {
+		volume := block.NewDiscoveredVolume(block.NamespaceName, "nvme"+strconv.Itoa(i))
+		volume.TypedSpec().DevicePath = strings.Repeat("x", 300) // about the size of a real one
+		resources = append(resources, volume)
+	}
+
+	for i := range 200 {
+		link := network.NewLinkStatus(network.NamespaceName, "eno"+strconv.Itoa(i))
+		link.TypedSpec().Product = strings.Repeat("x", 100)
+		resources = append(resources, link)
+	}
+
+	s := newRealSuite(t)
+	s.reflector.ReadFacts(machine.AllFacts)
+
+	worker := s.add(talostest.MachineSpec{Nodename: "worker-1", Resources: resources})
+	s.follow(worker)
+
+	m := s.get(worker).Machine
+	assert.Empty(t, m.Ignored)
+	assert.Len(t, m.Facts.Links, 200)
+	assert.Len(t, m.Addresses, 1000, "all that count of 1,002")
 }

@@ -72,6 +72,14 @@ var largest = map[string][]resource.Resource{
 
 		return specified(runtime.NewMetaKey(runtime.NamespaceName, fmt.Sprintf("0x%02x", i)), runtime.MetaKeySpec{Value: value})
 	}),
+	"50 tags": numbered(1, func(int) resource.Resource {
+		spec := runtime.PlatformMetadataSpec{Platform: "aws", Tags: map[string]string{}}
+		for i := range 50 {
+			spec.Tags[fmt.Sprintf("%0128d", i)] = strings.Repeat("x", 256)
+		}
+
+		return specified(runtime.NewPlatformMetadataSpec(runtime.NamespaceName, runtime.PlatformMetadataID), spec)
+	}),
 	"10,000 addresses": numbered(1, func(i int) resource.Resource {
 		prefix := netip.PrefixFrom(numberedIPv6(i), 128)
 
@@ -163,13 +171,27 @@ func TestDial_AcceptsLargestRealLists(t *testing.T) {
 			require.NoError(t, err)
 			require.GreaterOrEqual(t, len(list.Items), len(messages))
 
-			if kind.Type() == network.AddressStatusType {
-				require.NoError(t, watchErrOf(t, st, kind)) // the only one of these kinds that is watched
+			if kind.Type() == network.AddressStatusType || kind.Type() == runtime.PlatformMetadataType {
+				require.NoError(t, watchErrOf(t, st, kind)) // the other kinds are not watched
 			}
 
 			t.Logf("%s: %d KiB, largest resource %d bytes", kind.Type(), total>>10, maximum)
 		})
 	}
+}
+
+// An update contains the previous version.
+func TestDial_AcceptsLargestRealUpdate(t *testing.T) {
+	s := newSite(t, clock.RealClock{})
+	st := dial(t, s.reader(t), s.worker)
+	metadata := marshaled(t, largest["50 tags"][0])
+	kind := resource.NewMetadata(runtime.NamespaceName, runtime.PlatformMetadataType, "", resource.VersionUndefined)
+
+	s.worker.Lie(sendingEvents(
+		&v1alpha1.Event{EventType: v1alpha1.EventType_UPDATED, Resource: metadata, Old: metadata},
+		&v1alpha1.Event{EventType: v1alpha1.EventType_BOOTSTRAPPED},
+	))
+	require.NoError(t, watchErrOf(t, st, kind))
 }
 
 // marshaled returns a resource as a machine sends it.

@@ -75,7 +75,8 @@ const (
 	// Fix: choose one owner, see docs/troubleshooting/nodes.md#skipped-values.
 	ReasonOwnershipConflict = "OwnershipConflict"
 	// ReasonInvalidValue: a value of a rule or machine is skipped: Kubernetes does not accept it, no certificate could
-	// contain it, or another machine reports it; or the rule for a providerID fails.
+	// contain it, or another machine reports it; or the rule for a providerID fails; or the machine exceeds a limit
+	// (docs/explanation/security.md#limits).
 	// Fix: docs/troubleshooting/nodes.md#skipped-values.
 	ReasonInvalidValue = "InvalidValue"
 	// ReasonTopologyChanged: the machine or a rule sets another region or zone; the Node keeps its own.
