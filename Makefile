@@ -68,7 +68,7 @@ ACTIONLINT := $(TOOLS)/actionlint-$(ACTIONLINT_VERSION)/actionlint
 HELM := $(TOOLS)/helm-$(HELM_VERSION)/helm
 
 # Shows the progress of a go build, install or vet: $(PROGRESS) TITLE $(GO) build -o=FILE ...
-PROGRESS := $(CURDIR)/test/builder/progress
+PROGRESS := "$(CURDIR)/test/builder/progress"
 
 LDFLAGS := -s -w -buildid= -X github.com/talos-ccm/talos-ccm/pkg/version.version=$(TAG)
 
@@ -77,11 +77,12 @@ go_build = @CGO_ENABLED=0 GOOS=$(1) GOARCH=$* $(PROGRESS) "Building $@" $(GO) bu
 
 # Directories with Go code, including nested modules.
 SOURCES := cmd extension packaging pkg test
-# Packages with tests whose import path and imports match a pattern. Packages that take long or mostly wait start first.
-packages = ./pkg/ccm ./pkg/controllers/csrapproval $$($(GO) list -f '{{if or .TestGoFiles .XTestGoFiles}}{{.ImportPath}} {{join .Imports " "}} tests: {{join .TestImports " "}} {{join .XTestImports " "}} {{end}}' ./... | grep -E $(1) | cut -d' ' -f1 | sort -r)
+# Packages with tests, selected by a pattern over import path and imports. The slow ones start first. Assign it to a variable,
+# because a failure within an argument is ignored.
+packages = $$(echo ./pkg/ccm ./pkg/controllers/csrapproval; $(GO) list -f '{{if or .TestGoFiles .XTestGoFiles}}{{.ImportPath}} {{join .Imports " "}} tests: {{join .TestImports " "}} {{join .XTestImports " "}} {{end}}' ./... | grep -E $(1) | cut -d' ' -f1 | sort -r)
 concurrent = $(call packages,'^[^ ]*/(cmd|pkg)/.*( sync(/atomic)? .*tests:|/test/(kube|ctest))|^[^ ]*/pkg/internal/')
 # Tests after go vet, without the log of talos-ccm.
-go_test = $(GO) test -vet=off -count=1 -p $(TEST_PACKAGES) -timeout $(TEST_TIMEOUT) -exec '$(CURDIR)/.ci/quiet'
+go_test = $(GO) test -vet=off -count=1 -p $(TEST_PACKAGES) -timeout $(TEST_TIMEOUT) -exec '"$(CURDIR)/.ci/quiet"'
 
 # Groups of targets in `make help`. All others are in the group Develop.
 TRY := help demo
@@ -155,13 +156,13 @@ sbom: build ## Write the SBOM of all Go modules to _out.
 
 .PHONY: kube-assets
 kube-assets: ## Build a Kubernetes control plane for tests, unless cached or set in KUBEBUILDER_ASSETS.
-	@mkdir -p $(ARTIFACTS)
-	@$(PROGRESS) "Building kube-assets" $(GO) build -o=$(ARTIFACTS)/ ./test/kube/cmd/kube-assets
-	@$(ARTIFACTS)/kube-assets $(KUBE_ASSETS)
+	$(kube_assets)
 
 .PHONY: node-assets
-node-assets: KUBE_ASSETS := -node
-node-assets: kube-assets ## Build also kubelet, kube-scheduler and kube-proxy.
+node-assets: ## Build also kubelet, kube-scheduler and kube-proxy.
+	$(kube_assets) -node
+
+kube_assets = @mkdir -p $(ARTIFACTS) && $(PROGRESS) "Building kube-assets" $(GO) build -o=$(ARTIFACTS)/ ./test/kube/cmd/kube-assets && $(ARTIFACTS)/kube-assets
 
 .PHONY: demo
 demo: ## Run talos-ccm on simulated machines: make demo [NODES=20] [KEEP=1].
@@ -189,8 +190,9 @@ fmt: $(GOLANGCI_LINT) $(GOFUMPT) ## Format all Go code.
 # go vet compiles what the tests need, and shows its progress.
 .PHONY: race
 race: node-assets compiler ## Run the tests of concurrent code with the race detector.
-	@CGO_ENABLED=1 $(PROGRESS) "Compiling what the tests of concurrent code need, with the race detector" $(GO) vet -race $(concurrent)
-	@CGO_ENABLED=1 .ci/heartbeat "Testing concurrent code with the race detector" $(go_test) -race $(concurrent)
+	@list=$(concurrent); export CGO_ENABLED=1; \
+		$(PROGRESS) "Compiling what the tests of concurrent code need, with the race detector" $(GO) vet -race $$list; \
+		.ci/heartbeat "Testing concurrent code with the race detector" $(go_test) -race $$list
 
 .PHONY: docs
 docs: ## Check all links, commands and YAML blocks in the documentation.
@@ -199,7 +201,7 @@ docs: ## Check all links, commands and YAML blocks in the documentation.
 .PHONY: test
 test: node-assets ## Run go vet and the tests that need only Go, with a real API server.
 	@$(PROGRESS) "Running go vet, which compiles what the tests need" $(GO) vet ./...
-	@.ci/heartbeat "Testing" $(go_test) $(call packages,-v '^[^ ]*/(packaging/image|test/chart) ')
+	@list=$(call packages,-v '^[^ ]*/(packaging/image|test/chart) '); .ci/heartbeat "Testing" $(go_test) $$list
 	@$(PROGRESS) "Running go vet on the benchmark" $(GO) -C test/bench vet .
 	@.ci/heartbeat "Testing the benchmark" $(GO) -C test/bench test -vet=off -count=1 -timeout $(TEST_TIMEOUT) .
 

@@ -24,8 +24,8 @@ func TestProgram_LooksUpNoMethodByName(t *testing.T) {
 
 	var (
 		lookup   string                // the first function that looks up methods; others may be linked because of it
-		parents  = map[string]string{} // the symbol because of which a symbol is linked
-		messages []string              // of the compiler
+		parents  = map[string]string{} // the first symbol that refers to a symbol
+		messages []string              // other lines, which the compiler prints
 		lines    = bufio.NewScanner(output)
 	)
 
@@ -56,7 +56,7 @@ func TestProgram_LooksUpNoMethodByName(t *testing.T) {
 	}
 
 	slices.Reverse(path)
-	assert.Empty(t, strings.Join(path, "\n-> "))
+	assert.Empty(t, strings.Join(path, "\n-> "), "methods are looked up by name; path from main")
 }
 
 // symbol removes the attributes that the linker prints after a name.

@@ -258,7 +258,8 @@ built from, and its platform.`,
 	}
 }
 
-// help prints cobra's default help with wrapped flags. A template for cobra could wrap them, too, but links text/template.
+// help prints cobra's default help with wrapped flags. cobra can wrap flags only with a template, which would link
+// text/template.
 func help(cmd *cobra.Command, _ []string) {
 	flags := cmd.LocalFlags()
 	usage := strings.Replace(cmd.UsageString(), strings.TrimSpace(flags.FlagUsages()), strings.TrimSpace(flags.FlagUsagesWrapped(helpColumns())), 1)

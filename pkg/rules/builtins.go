@@ -114,7 +114,7 @@ func index(value any, keys ...any) (any, error) {
 		case !isMap && inRange:
 			value = reflect.ValueOf(value).Index(i).Interface()
 		default:
-			return nil, fmt.Errorf("%T has no element %v", value, key)
+			return nil, fmt.Errorf("%T has no element %#v", value, key)
 		}
 	}
 

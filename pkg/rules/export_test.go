@@ -5,7 +5,7 @@ import (
 	"text/template/parse"
 )
 
-// What the comparison with text/template needs.
+// Exported for the comparison with text/template.
 var (
 	FunctionMap = functions
 	Builtins    = builtins

@@ -97,7 +97,7 @@ func (g *generator) leaf(kind byte) string {
 	return g.oneOf(leaves...)
 }
 
-// unusual are operands that rules hardly have.
+// unusual are operands that are rare in rules.
 var unusual = []string{
 	".", "nil", "(default nil ``)", "(.Tags).Owner", "($.Tags).absent", "(default nil nil).a.b", "((default nil nil).a 1)", "(1 | (default nil nil).a)", "(0 1)",
 	"($n := 1)", "($n := $.Zone | lower)", "(print ($n := default nil nil) $n.a ($n.a 1))", "(or (and $.Spot ($n := 2)) $n)", "(slice (slice $.Addresses 0 1 2) 0 2)",

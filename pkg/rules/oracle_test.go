@@ -56,7 +56,7 @@ func outcomeOf(source string, facts rules.Facts) (outcome, error) {
 	return outcome{text: result.Annotations[key].Value}, nil
 }
 
-// oracle does the same with package text/template.
+// oracle compiles and renders a template with package text/template.
 func oracle(source string, facts rules.Facts) (result outcome, err error) {
 	t, err := template.New("line").Option("missingkey=zero").Funcs(rules.FunctionMap).Parse(source)
 	if err == nil {
@@ -153,7 +153,7 @@ func TestTemplates_EqualTextTemplate(t *testing.T) {
 	}
 }
 
-// known are the templates in documentation, tests and the recorded cases of the upstream, with the machines of the latter.
+// known returns the templates in documentation, tests and the recorded cases of the upstream, which come with machines.
 func known(t *testing.T) map[string][]rules.Facts {
 	t.Helper()
 

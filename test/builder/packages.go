@@ -25,7 +25,7 @@ func Packages(out io.Writer, title string, build *exec.Cmd) error {
 	build.Path, build.Args = "/bin/bash", slices.Concat([]string{"bash", "-c", progress, "progress", title}, build.Args)
 	build.Stdout, build.Stderr = out, &messages
 
-	// The signal is sent when the thread ends that started the build. Interrupted, go removes its temporary files.
+	// The signal is sent when the thread ends that started the build.
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()
 

@@ -246,7 +246,7 @@ func (d *demo) reset(ctx context.Context) error {
 	return err
 }
 
-// settle makes all Nodes ready, as they become after the installation of a CNI, and the slow machine as fast as the others.
+// settle sets all Nodes ready, as if a CNI were installed, and removes the delay of the slow machine.
 func (d *demo) settle(ctx context.Context) error {
 	records := slices.DeleteFunc(d.watcher.list(d.members), func(r record) bool { return r.reached(deleted) })
 	errs := make([]error, len(records))

@@ -55,7 +55,7 @@ func pod(arg string) string {
 	return "apiVersion: v1\nkind: Pod\nspec: {containers: [{name: a, image: example.org/talos-ccm-pod:v1, args: [" + arg + "]}]}"
 }
 
-// TestDocuments checks that the checker accepts what is right.
+// TestChecker_ReportsProblems has pages with a mistake. TestDocuments covers pages without mistakes.
 func TestChecker_ReportsProblems(t *testing.T) {
 	t.Parallel()
 

@@ -44,9 +44,8 @@ var (
 )
 
 // AssetsOf returns the directory with the executables of etcd, kube-apiserver and kube-controller-manager of a version, by
-// their names: the one that KUBEBUILDER_ASSETS names, or else a directory of the cache, which is filled first if need be. Such
-// a build takes minutes, reports its progress unless that is nil, and happens once, however many processes ask for it at the
-// same time.
+// their names: the one that KUBEBUILDER_ASSETS names, or else a directory of the cache. If it does not exist, AssetsOf builds the
+// components: once, even if several processes request it. That takes minutes, and reports its progress unless that is nil.
 func AssetsOf(ctx context.Context, version string, progress io.Writer) (string, error) {
 	if directory := os.Getenv(assetsEnv); directory != "" {
 		for _, name := range controlPlane.components {
@@ -71,7 +70,7 @@ func NodeAssetsOf(ctx context.Context, version string, progress io.Writer) (stri
 	return cached(ctx, version, progress, node, directory)
 }
 
-// cached returns the directory of the cache with a binary, and the control plane's of another directory, if any.
+// cached returns the directory of the cache with a binary. If base is set, the directory also has the control plane of base.
 func cached(ctx context.Context, version string, progress io.Writer, b binary, base string) (string, error) {
 	source, err := findSource(ctx, version)
 	if err != nil {
@@ -267,7 +266,6 @@ func goCommand(ctx context.Context, directory string, args ...string) *exec.Cmd 
 	cmd := exec.CommandContext(ctx, "go", args...)
 	cmd.Dir = directory
 	cmd.Env = append(os.Environ(), buildEnv()...)
-	// Interrupted, go removes its temporary files; killed, it does not.
 	cmd.Cancel = func() error { return cmd.Process.Signal(os.Interrupt) }
 	cmd.WaitDelay = process.Grace
 

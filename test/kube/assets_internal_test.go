@@ -19,7 +19,7 @@ func TestSource_LeavesEtcdToOtherVersionsOfKubernetes(t *testing.T) {
 	}
 }
 
-// Otherwise packages of Kubernetes are compiled twice, for talos-ccm and for the components.
+// With other versions, packages of Kubernetes would be compiled twice, for talos-ccm and for the components.
 func TestSource_HasVersionsOfProduct(t *testing.T) {
 	product, err := os.ReadFile("../../go.mod")
 	require.NoError(t, err)

@@ -29,7 +29,7 @@ const (
 	LabelCredential = "talos-ccm.node-restriction.kubernetes.io/credential"
 	// LabelPrevious is the ID of the certificate with which the kubelet requested its client certificate.
 	LabelPrevious = "talos-ccm.node-restriction.kubernetes.io/credential-previous"
-	// LabelContext has hashes of the Talos node ID, the EPHEMERAL file system and the CA, and the time of expiry.
+	// LabelContext contains hashes of the Talos node ID, the EPHEMERAL file system and the CA, and the expiry time.
 	LabelContext = "talos-ccm.node-restriction.kubernetes.io/credential-context"
 )
 

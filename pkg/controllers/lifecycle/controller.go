@@ -89,7 +89,7 @@ const (
 	// ReasonDeletingFailed: the API server rejected the deletion, which is retried.
 	// Fix: docs/troubleshooting/installation.md#kubernetes-api-errors.
 	ReasonDeletingFailed = "DeletingNodeFailed"
-	// ReasonDeletionLimited: deleted later: a tenth of the Nodes was deleted in ten minutes.
+	// ReasonDeletionLimited: the deletion is delayed: a tenth of the Nodes was deleted in ten minutes.
 	// Fix: wait, or delete the Node.
 	ReasonDeletionLimited = "DeletionLimited"
 	// ReasonDeletionPaused: not deleted: fewer than half of the machines respond, or the proof is weak

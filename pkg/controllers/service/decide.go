@@ -34,7 +34,7 @@ const Class = "talos-ccm.dev/node-ip"
 const (
 	// AnnotationNodeSelector is a label selector in Kubernetes' syntax. Only Nodes that match it receive traffic.
 	AnnotationNodeSelector = "talos-ccm.dev/node-selector"
-	// AnnotationAddresses is `external` or `internal`, and overrides `service.addresses` of the configuration.
+	// AnnotationAddresses is `external` or `internal`. It overrides `service.addresses` of the configuration.
 	AnnotationAddresses = "talos-ccm.dev/addresses"
 )
 

@@ -1,7 +1,6 @@
 package main
 
 import (
-	"cmp"
 	"errors"
 	"fmt"
 	"go/ast"
@@ -38,7 +37,7 @@ func (t tables) take(spec string) string {
 	return strings.Join(table, "")
 }
 
-// add adds a row, in which the paths of headings become links.
+// add appends a row. Paths of headings become links.
 func (t tables) add(key string, cells ...string) {
 	row := "| " + strings.TrimSuffix(strings.Join(cells, " | "), ".") + " |\n"
 	t[key] += headingPath.ReplaceAllStringFunc(strings.ReplaceAll(row, "  ", " "), link)
@@ -86,18 +85,27 @@ func (t tables) constants(dir string, decl *ast.GenDecl) error {
 		}
 
 		name, code := value.Names[0].Name, "`"+literal(value.Values[0])+"`"
-		paragraph, _, _ := strings.Cut(cmp.Or(value.Doc, decl.Doc).Text(), "\n\n")
+		doc := value.Doc
+
+		if !decl.Lparen.IsValid() {
+			doc = decl.Doc
+		}
+
+		paragraph, _, _ := strings.Cut(doc.Text(), "\n\n")
 		comment := strings.TrimPrefix(strings.Join(strings.Fields(paragraph), " "), name)
 
 		switch {
 		case strings.HasPrefix(name, "Reason"):
 			match := eventComment.FindStringSubmatch(comment)
 			if match == nil {
-				return fmt.Errorf("%s: want the comment %[1]s: cause. Fix: fix. or %[1]s (Normal): cause", name)
+				return fmt.Errorf("%s of %s: want the comment %[1]s: cause. Fix: fix. or %[1]s (Normal): cause", name, dir)
 			}
 
 			t.add("events "+dir, strings.TrimSpace(code+" "+match[3]), match[1]+match[4], match[2])
-		case labelName.MatchString(name) && strings.Contains(code, "/"):
+		case !labelName.MatchString(name) || !strings.Contains(code, "/"):
+		case comment == "":
+			return fmt.Errorf("%s of %s: want a comment", name, dir)
+		default:
 			t.add("labels "+dir, code, verb.ReplaceAllString(strings.TrimSpace(comment), ""))
 		}
 	}
@@ -146,7 +154,7 @@ func literal(expression ast.Expr) string {
 
 var headingPath = regexp.MustCompile(`docs/[\w/-]+\.md#[\w-]+`)
 
-// link returns a link from docs/reference to a heading. A test checks that it exists.
+// link returns a link from docs/reference to a heading. A test of the pages fails if there is no such heading.
 func link(target string) string {
 	name, anchor, _ := strings.Cut(target, "#")
 	page, _ := os.ReadFile(filepath.Join(root, name))
@@ -158,5 +166,5 @@ func link(target string) string {
 		}
 	}
 
-	return target
+	return fmt.Sprintf("[%s](../%s)", target, strings.TrimPrefix(target, "docs/"))
 }
