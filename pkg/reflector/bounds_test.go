@@ -168,6 +168,7 @@ func TestSession_ReadsLargeMachine(t *testing.T) {
 	t.Parallel()
 
 	var resources []resource.Resource
+
 	for i := range 1000 {
 		prefix := netip.PrefixFrom(netip.AddrFrom4([4]byte{203, 0, byte(i / 250), byte(i % 250)}), 32)
 		address := network.NewAddressStatus(network.NamespaceName, network.AddressID("eth1", prefix))

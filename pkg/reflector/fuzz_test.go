@@ -139,7 +139,7 @@ func (p *program) answer(kinds []resource.Kind) talostest.Answer {
 		}
 
 		// Of each request, because a machine answers several at once.
-		var message proto.Message = proto.Clone(&v1alpha1.ListResponse{Resource: r})
+		message := proto.Clone(&v1alpha1.ListResponse{Resource: r})
 		if _, isWatch := request.(*v1alpha1.WatchRequest); isWatch {
 			message = proto.Clone(&v1alpha1.WatchResponse{Event: events})
 
