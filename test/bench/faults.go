@@ -11,14 +11,18 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
+	"strconv"
 	"strings"
 	"sync"
 	"syscall"
 	"time"
 
+	"github.com/cosi-project/runtime/api/v1alpha1"
 	"github.com/cosi-project/runtime/pkg/resource"
 	"github.com/siderolabs/talos/pkg/machinery/resources/network"
 	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
+	"google.golang.org/grpc"
+	"google.golang.org/protobuf/proto"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/apimachinery/pkg/util/wait"
@@ -86,6 +90,7 @@ var faults = []fault{
 		return t.recover(t.managed), fmt.Sprintf("all marked Unreachable after %.0f s", noticed.Seconds())
 	}},
 	{"a machine with 10,000 more addresses and a tag of 1 MiB", growMachine},
+	{"one machine floods", flood},
 	{"CA of Talos replaced, all connections broken, twice", func(t *trial) (time.Duration, string) {
 		rotate := func(old talostest.OldCA) time.Duration {
 			t.try(func() error { return t.talos.RotateCA(old) })
@@ -253,6 +258,65 @@ func growMachine(t *trial) (recovery time.Duration, note string) {
 	}, nil)
 
 	return t.recover(t.managed), note
+}
+
+// flood lets a machine send what needs the most memory and time: a resource with 20,000 labels, and empty events.
+func flood(t *trial) (recovery time.Duration, note string) {
+	attacker, other, leader := t.workers(1)[0], t.workers(2)[1:], t.leader.running()
+	labels := map[string]string{}
+
+	for i := range 20_000 {
+		labels[strconv.Itoa(i)] = ""
+	}
+
+	events := &v1alpha1.WatchResponse{Event: make([]*v1alpha1.Event, 1<<20)}
+	for i := range events.Event {
+		events.Event[i] = &v1alpha1.Event{}
+	}
+
+	// latency returns the median and the longest time of changes of another machine in milliseconds, and the highest usage.
+	latency := func() (median, longest, resident, goroutines float64) {
+		var took []float64
+
+		for range 15 {
+			start := time.Now()
+			t.change(other)
+			t.await("the other Node is up to date", pollInterval, func() bool { return len(t.outdated(other, t.seen())) == 0 })
+			took = append(took, time.Since(start).Seconds()*1000)
+			resident, goroutines = max(resident, leader.usage().resident), max(goroutines, leader.metric("go_goroutines"))
+			t.pause(time.Second)
+		}
+
+		slices.Sort(took)
+
+		return took[len(took)/2], took[len(took)-1], resident, goroutines
+	}
+
+	median, _, resident, goroutines := latency()
+
+	attacker.Lie(func(request proto.Message, stream grpc.ServerStream, _ func() error) error {
+		list, isList := request.(*v1alpha1.ListRequest)
+		if !isList {
+			return errors.Join(stream.SendMsg(&v1alpha1.WatchResponse{}), stream.SendMsg(events))
+		}
+
+		return stream.SendMsg(&v1alpha1.ListResponse{Resource: &v1alpha1.Resource{
+			Metadata: &v1alpha1.Metadata{
+				Namespace: list.GetNamespace(), Type: list.GetType(), Id: "x", Version: "1", Phase: "running", Labels: labels,
+			},
+			Spec: &v1alpha1.Spec{},
+		}})
+	})
+	attacker.BreakConnections()
+
+	medianThen, longestThen, residentThen, goroutinesThen := latency()
+	note = fmt.Sprintf("change of another machine %.0f ms, then %.0f (at most %.0f); resident %.0f MiB, then %.0f; goroutines %.0f, then %.0f",
+		median, medianThen, longestThen, resident, residentThen, goroutines, goroutinesThen)
+
+	attacker.Lie(nil)
+	t.change([]machine{attacker})
+
+	return t.recover(t.managed), note + fmt.Sprintf(", after it %.0f", leader.metric("go_goroutines"))
 }
 
 // shiftClocks returns a fault in which the machines issue and verify certificates by a wrong clock.
