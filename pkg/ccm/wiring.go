@@ -226,7 +226,7 @@ func (m *Manager) newNodeController(in inputs) (controller, error) {
 		Clock:     m.clock,
 		Options: func(talos machine.Machine) nodespec.Options {
 			options := m.nodeOptions(talos)
-			options.Domains = in.controlPlane.Identity().Current().Domains // known only with CSR approval, which needs them
+			options.Domains = in.controlPlane.Identity().Current().Domains // known only with CSR approval or the service controller
 
 			return options
 		},
