@@ -282,6 +282,7 @@ func flood(t *trial) (recovery time.Duration, note string) {
 			start := time.Now()
 			t.change(other)
 			t.await("the other Node is up to date", pollInterval, func() bool { return len(t.outdated(other, t.seen())) == 0 })
+
 			took = append(took, time.Since(start).Seconds()*1000)
 			resident, goroutines = max(resident, leader.usage().resident), max(goroutines, leader.metric("go_goroutines"))
 			t.pause(time.Second)
