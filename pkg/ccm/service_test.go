@@ -8,7 +8,6 @@ import (
 	"testing"
 	"time"
 
-	"github.com/siderolabs/talos/pkg/machinery/resources/k8s"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 	corev1 "k8s.io/api/core/v1"
@@ -16,7 +15,6 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 	typedcorev1 "k8s.io/client-go/kubernetes/typed/core/v1"
 
-	"github.com/talos-ccm/talos-ccm/pkg/controllers/csrapproval"
 	"github.com/talos-ccm/talos-ccm/pkg/controllers/service"
 	"github.com/talos-ccm/talos-ccm/pkg/talostest"
 	"github.com/talos-ccm/talos-ccm/test/ctest"
@@ -53,7 +51,6 @@ func TestManager_PublishesNodeAddresses(t *testing.T) {
 
 	s.configure(self, "service: {default: true}")
 	s.register(self)
-	s.labelControlPlane(self)
 
 	namespace := s.prefix + "namespace"
 	_, err := s.Client.CoreV1().Namespaces().Create(t.Context(), &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: namespace}}, metav1.CreateOptions{})
@@ -84,40 +81,8 @@ func TestManager_PublishesNodeAddresses(t *testing.T) {
 	})
 }
 
-// The cluster identity is read without CSR approval, too.
-func TestManager_PublishesNoClusterEndpointForWorker(t *testing.T) {
-	s, self, worker := newCluster(t)
-	s.labelControlPlane(self)
-
-	endpoint := k8s.NewEndpoint(k8s.ControlPlaneNamespaceName, k8s.ControlPlaneKubernetesEndpointsID)
-	endpoint.TypedSpec().Addresses = []netip.Addr{netip.MustParseAddr("203.0.113.100")}
-	require.NoError(t, self.State().Create(t.Context(), endpoint))
-
-	for _, link := range []string{"eth0", talostest.LinkExternal} {
-		for _, ip := range []string{"203.0.113.100/32", "203.0.113.101/32"} { // the Node lists both, in this order
-			require.NoError(t, worker.AddAddress(t.Context(), link, netip.MustParsePrefix(ip)))
-		}
-	}
-
-	options := s.options(self)
-	options.Framework.Generic.Controllers = []string{"*", "-" + csrapproval.Alias, service.Alias}
-	s.start(options)
-	s.awaitInitialized(self, worker)
-
-	name := s.prefix + "web"
-	services := s.createService("default", name, corev1.ServiceSpec{LoadBalancerClass: new(service.Class)})
-	s.SetReady(worker.Nodename(), corev1.ConditionTrue)
-
-	svc := ctest.Await(s, services, ctest.Named(name), "the Service has an address", func(svc *corev1.Service) bool {
-		return len(svc.Status.LoadBalancer.Ingress) > 0
-	})
-	assert.Equal(t, "203.0.113.101", svc.Status.LoadBalancer.Ingress[0].IP)
-}
-
 func TestManager_RemovesAddressOfMachineThatLosesPower(t *testing.T) {
 	s, self, worker := newCluster(t)
-	s.labelControlPlane(self)
-
 	machines := []*talostest.Machine{self, worker}
 
 	for i, m := range machines {

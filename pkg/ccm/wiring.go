@@ -226,7 +226,7 @@ func (m *Manager) newNodeController(in inputs) (controller, error) {
 		Clock:     m.clock,
 		Options: func(talos machine.Machine) nodespec.Options {
 			options := m.nodeOptions(talos)
-			options.Domains = in.controlPlane.Identity().Current().Domains // known only with CSR approval or the service controller
+			options.Domains = in.controlPlane.Identity().Current().Domains // known only with CSR approval, which needs them
 
 			return options
 		},
@@ -336,9 +336,7 @@ func (m *Manager) newService(in inputs) (controller, error) {
 		Client:    in.client,
 		Nodes:     in.nodes,
 		Inventory: in.inventory,
-		Identity:  in.controlPlane.Identity(),
 		Recorder:  m.recorder,
-		PodCIDRs:  in.podCIDRs,
 		Probe:     in.probe,
 		Managed:   m.managed,
 		Options:   func() config.Service { return m.settings().Service },

@@ -30,7 +30,6 @@ import (
 
 	"github.com/talos-ccm/talos-ccm/pkg/config"
 	"github.com/talos-ccm/talos-ccm/pkg/controllers/service"
-	"github.com/talos-ccm/talos-ccm/pkg/csrpolicy"
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
 	"github.com/talos-ccm/talos-ccm/test/ctest"
 	"github.com/talos-ccm/talos-ccm/test/kube"
@@ -223,24 +222,15 @@ func forward(listener net.Listener, address string) {
 	}
 }
 
-// knownIdentity is a cluster without addresses of its own.
-type knownIdentity struct{}
-
-func (knownIdentity) Current() csrpolicy.ClusterIdentity {
-	return csrpolicy.ClusterIdentity{Known: true}
-}
-func (knownIdentity) Subscribe(func()) {}
-
 // startController runs the service controller until the test ends.
 func (b *bed) startController(probe func(nodename string)) {
 	b.Helper()
 
 	i := b.instance
 	controller, err := service.New(service.Config{
-		Client: i.Client, Nodes: i.Nodes, Inventory: i.Inventory, Identity: knownIdentity{}, Recorder: i.Recorder, Probe: probe,
-		PodCIDRs: func() []netip.Prefix { return nil },
-		Managed:  func(*corev1.Node, machine.Machine) bool { return true },
-		Options:  func() config.Service { return config.Service{} },
+		Client: i.Client, Nodes: i.Nodes, Inventory: i.Inventory, Recorder: i.Recorder, Probe: probe,
+		Managed: func(*corev1.Node, machine.Machine) bool { return true },
+		Options: func() config.Service { return config.Service{} },
 	})
 	require.NoError(b, err)
 	i.Start(controller.Run)

@@ -4,15 +4,14 @@
 // Name: service-lb-controller (alias service), as in k8s.io/cloud-provider. The framework's controller of that name
 // ignores Services with a loadBalancerClass and does not know endpoints.
 //
-// Inputs: Services, EndpointSlices, Nodes, the Leases of kubelets, the inventory, the cluster identity and the configuration.
+// Inputs: Services, EndpointSlices, Nodes, the Leases of kubelets, the inventory and the configuration.
 //
 // Outputs: status.loadBalancer of the Services with the class talos-ccm.dev/node-ip, and if so configured, of Services
 // without a class. The status is applied with a separate field manager. When a Service is no longer managed, exactly the
 // addresses that the controller has written are removed. The API server clears the status when the type of a Service
 // changes, so no finalizer is needed.
 //
-// It never writes the status of other Services, and publishes an address only if the machine of a managed Node has it. It
-// never publishes an address of the cluster itself, of a known range of pods, or of a control-plane machine for a worker.
+// It never writes the status of other Services, and publishes an address only if the machine of a managed Node has it.
 //
 // Services compete for the ports of the Nodes. Therefore one worker decides about all of them in each pass: decide is a
 // pure function from Services, Nodes, machines and EndpointSlices to addresses. The controller stores nothing. Present
@@ -25,14 +24,11 @@
 package service
 
 import (
-	"cmp"
 	"context"
 	"errors"
 	"fmt"
 	"maps"
-	"net/netip"
 	"slices"
-	"strings"
 	"time"
 
 	coordinationv1 "k8s.io/api/coordination/v1"
@@ -59,7 +55,6 @@ import (
 	"k8s.io/utils/ptr"
 
 	"github.com/talos-ccm/talos-ccm/pkg/config"
-	"github.com/talos-ccm/talos-ccm/pkg/csrpolicy"
 	"github.com/talos-ccm/talos-ccm/pkg/internal/events"
 	"github.com/talos-ccm/talos-ccm/pkg/internal/queue"
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
@@ -93,32 +88,17 @@ const (
 	// resyncPeriod bounds the time between passes, so that Events of lasting problems are repeated in time.
 	resyncPeriod = 5 * time.Minute
 
-	// kubernetesSlice is the EndpointSlice in namespace default in which the API servers publish their own addresses and
-	// port (k8s.io/kubernetes/pkg/controlplane/reconcilers).
-	kubernetesSlice = "kubernetes"
-
 	// writeTimeout bounds a write of one Service, and writers is the number of concurrent writes.
 	writeTimeout = 10 * time.Second
 	writers      = 10
-	// writePeriod bounds the writes of a pass. The next pass makes the others, after the removals that have become necessary.
-	writePeriod = 2 * time.Second
 )
-
-// Identity provides the names and addresses of the cluster itself.
-type Identity interface {
-	Current() csrpolicy.ClusterIdentity
-	Subscribe(handler func())
-}
 
 // Config configures a Controller. Every field is required.
 type Config struct {
 	Client    kubernetes.Interface
 	Nodes     coreinformers.NodeInformer
 	Inventory *inventory.Inventory
-	Identity  Identity
 	Recorder  record.EventRecorder
-	// PodCIDRs returns the CIDRs that talos-ccm assigns pod CIDRs from. Call Resync after they have changed.
-	PodCIDRs func() []netip.Prefix
 	// Probe makes the inventory show within seconds if the machine of a Node no longer responds. It does not block.
 	Probe func(nodename string)
 	// Managed reports whether talos-ccm manages the Node of the machine. Call Resync after the result may have changed.
@@ -137,11 +117,10 @@ type Controller struct {
 	synced    []cache.InformerSynced
 	reporter  *events.Reporter
 	queue     queue.Queue
-	// decided are the Services of the last pass, and selectors their node selectors. renewals are the last renewals of
-	// Leases, by Node. Only the worker uses them.
-	decided   sets.Set[string]
-	selectors map[string]parsedSelector
-	renewals  map[string]renewal
+	// decided are the Services of the last pass. renewals are the last renewals of Leases, by Node. Only the worker uses
+	// them.
+	decided  sets.Set[string]
+	renewals map[string]renewal
 }
 
 // renewal is the last renewal of a Lease, and when this process observed it: renewTime is by another machine's clock.
@@ -173,7 +152,6 @@ func New(cfg Config) (*Controller, error) {
 		synced:    []cache.InformerSynced{cfg.Nodes.Informer().HasSynced, serviceInformer.Informer().HasSynced, sliceInformer.Informer().HasSynced},
 		reporter:  events.New(cfg.Recorder),
 		queue:     queue.New(Alias),
-		selectors: map[string]parsedSelector{},
 	}
 
 	for _, watch := range []struct {
@@ -201,7 +179,6 @@ func New(cfg Config) (*Controller, error) {
 	}
 
 	cfg.Inventory.Subscribe(func(string) { c.Resync() })
-	cfg.Identity.Subscribe(c.Resync)
 
 	return c, nil
 }
@@ -242,78 +219,21 @@ func (c *Controller) sync(ctx context.Context, key string) error {
 		return nil
 	}
 
-	c.queue.AddAfter(passKey, resyncPeriod)
-
-	decisions := c.snapshot().decide()
-	pending, start := pendingWrites(decisions), time.Now()
-	errs := make([]error, len(pending))
-
-	workqueue.ParallelizeUntil(ctx, writers, len(pending), func(i int) {
-		if time.Since(start) < writePeriod {
-			errs[i] = c.write(ctx, pending[i])
-		} else {
-			c.Resync()
-		}
-	})
-
-	before := c.decided
-	c.decided = sets.Set[string]{}
-
-	for _, d := range decisions {
-		name := cache.MetaObjectToName(d.service).String()
-		c.reporter.Report(name, d.service, d.problems...)
-		c.decided.Insert(name)
-	}
-
-	for name := range before.Difference(c.decided) {
-		c.reporter.Forget(name)
-		delete(c.selectors, name)
-	}
-
-	return errors.Join(errs...)
-}
-
-// snapshot reads the inputs of a pass. A list from a cache cannot fail.
-func (c *Controller) snapshot() snapshot {
-	services, _ := c.services.List(labels.Everything())
-	endpointSlices, _ := c.slices.List(labels.Everything())
-	byService := map[cache.ObjectName][]*discoveryv1.EndpointSlice{}
-
-	for _, slice := range endpointSlices {
-		name := cache.NewObjectName(slice.Namespace, slice.Labels[discoveryv1.LabelServiceName])
-		byService[name] = append(byService[name], slice)
-	}
-
-	identity := c.cfg.Identity.Current()
-	s := snapshot{
-		services: services, nodes: c.candidates(), options: c.cfg.Options(), selectors: c.selectors, isClusterUnknown: !identity.Known,
-		cluster: []csrpolicy.ClusterSubjects{identity.Stated, {PodCIDRs: c.cfg.PodCIDRs()}},
-		endpoints: func(service *corev1.Service) []*discoveryv1.EndpointSlice {
-			return byService[cache.MetaObjectToName(service)]
-		},
-	}
-
-	for _, report := range identity.Reported {
-		s.cluster = append(s.cluster, report.ClusterSubjects)
-	}
-
-	if slice, err := c.slices.EndpointSlices(metav1.NamespaceDefault).Get(kubernetesSlice); err == nil {
-		for _, p := range slice.Ports {
-			s.apiServerPorts = append(s.apiServerPorts, ptr.Deref(p.Port, 0))
-		}
-	}
-
-	return s
-}
-
-// candidates returns all Nodes with their machines.
-func (c *Controller) candidates() (list []candidate) {
+	// A list from the cache cannot fail.
 	nodes, _ := c.cfg.Nodes.Lister().List(labels.Everything())
+	services, _ := c.services.List(labels.Everything())
+
+	s := snapshot{services: services, options: c.cfg.Options(), endpoints: func(service *corev1.Service) []*discoveryv1.EndpointSlice {
+		list, _ := c.slices.EndpointSlices(service.Namespace).List(labels.SelectorFromSet(labels.Set{discoveryv1.LabelServiceName: service.Name}))
+
+		return list
+	}}
+
 	machines, silent := 0, 0 // a machine that has not been reached yet is silent
 
 	for _, node := range nodes {
 		entry := c.cfg.Inventory.Get(node.Name)
-		list = append(list, candidate{
+		s.nodes = append(s.nodes, candidate{
 			node: node, entry: entry, managed: !entry.ObservedAt.IsZero() && c.cfg.Managed(node, entry.Machine),
 			leaving: isLeaving(entry, time.Now()),
 		})
@@ -327,11 +247,31 @@ func (c *Controller) candidates() (list []candidate) {
 		}
 	}
 
-	for i, n := range list {
-		list[i].leaving = n.leaving || 2*silent <= machines && c.renewals[n.node.Name].isDown(n.entry)
+	for i, n := range s.nodes {
+		s.nodes[i].leaving = n.leaving || 2*silent <= machines && c.renewals[n.node.Name].isDown(n.entry)
 	}
 
-	return list
+	c.queue.AddAfter(passKey, resyncPeriod)
+
+	decisions := s.decide()
+	errs := make([]error, len(decisions))
+
+	workqueue.ParallelizeUntil(ctx, writers, len(decisions), func(i int) { errs[i] = c.write(ctx, decisions[i]) })
+
+	before := c.decided
+	c.decided = sets.Set[string]{}
+
+	for _, d := range decisions {
+		name := cache.MetaObjectToName(d.service).String()
+		c.reporter.Report(name, d.service, d.problems...)
+		c.decided.Insert(name)
+	}
+
+	for name := range before.Difference(c.decided) {
+		c.reporter.Forget(name)
+	}
+
+	return errors.Join(errs...)
 }
 
 // checkLeases records renewals. It probes machines that respond as far as is known, and whose kubelets' Leases are overdue.
@@ -363,41 +303,13 @@ func (c *Controller) checkLeases() {
 	c.queue.AddAfter(leasesKey, leaseInterval)
 }
 
-// pendingWrites returns the decisions that change a Service, in the order of their writes. Removals are first, because
-// clients cannot use these addresses. Namespaces take turns, so that the Services of one do not delay those of others.
-func pendingWrites(decisions []decision) []decision {
-	type kind struct {
-		namespace string
-		removes   bool
-	}
-
-	pending := slices.DeleteFunc(slices.Clone(decisions), func(d decision) bool {
-		return apiequality.Semantic.DeepEqual(d.service.Status.LoadBalancer.Ingress, d.ingress) ||
-			len(d.ingress) == 0 && !statusManagers(d.service).Has(FieldManager)
-	})
-	turns := map[kind]int{}
-
-	for i := range pending {
-		d := &pending[i]
-		kept := sets.New(addresses(d.ingress)...)
-		k := kind{d.service.Namespace, !kept.HasAll(addresses(d.service.Status.LoadBalancer.Ingress)...)}
-		d.turn = turns[k]
-		turns[k]++
-
-		if !k.removes {
-			d.turn += len(pending)
-		}
-	}
-
-	slices.SortStableFunc(pending, func(a, b decision) int { return cmp.Compare(a.turn, b.turn) })
-
-	return pending
-}
-
-// write applies the addresses of a Service. The request contains the resourceVersion of the snapshot, so that it cannot
-// reach a Service that has changed since.
+// write applies the addresses of a Service if they differ. The request contains the resourceVersion of the snapshot, so
+// that it cannot reach a Service that has changed since.
 func (c *Controller) write(ctx context.Context, d decision) error {
 	present := d.service.Status.LoadBalancer.Ingress
+	if apiequality.Semantic.DeepEqual(present, d.ingress) || (len(d.ingress) == 0 && !statusManagers(d.service).Has(FieldManager)) {
+		return nil
+	}
 
 	ctx, cancel := context.WithTimeout(ctx, writeTimeout)
 	defer cancel()
@@ -445,17 +357,11 @@ func (c *Controller) sliceMatters(before, after any) bool {
 	slice, isSlice := after.(*discoveryv1.EndpointSlice)
 	if !isSlice {
 		return true // a deletion that the watch has missed
-	} else if isOfAPIServer(slice) {
-		return true
 	}
 
 	service, err := c.services.Services(slice.Namespace).Get(slice.Labels[discoveryv1.LabelServiceName])
 
 	return err == nil && service.Spec.ExternalTrafficPolicy == corev1.ServiceExternalTrafficPolicyLocal && manages(c.cfg.Options(), service)
-}
-
-func isOfAPIServer(slice *discoveryv1.EndpointSlice) bool {
-	return slice.Namespace == metav1.NamespaceDefault && slice.Name == kubernetesSlice
 }
 
 // nodeChanged reports whether more has changed than heartbeats.
@@ -485,10 +391,6 @@ func trimService(obj any) (any, error) {
 
 	maps.DeleteFunc(service.Annotations, func(key, _ string) bool { return key != AnnotationNodeSelector && key != AnnotationAddresses })
 
-	for key, value := range service.Annotations {
-		service.Annotations[key] = strings.Clone(value[:min(len(value), maxSelector+1)]) // more is too long, too
-	}
-
 	service.ManagedFields = slices.DeleteFunc(service.ManagedFields, func(entry metav1.ManagedFieldsEntry) bool { return entry.Subresource != "status" })
 	for i := range service.ManagedFields {
 		service.ManagedFields[i] = metav1.ManagedFieldsEntry{Manager: service.ManagedFields[i].Manager, Subresource: "status"}
@@ -507,7 +409,7 @@ func trimLease(obj any) (any, error) {
 	return obj, nil
 }
 
-// trimSlice keeps one ready endpoint per Node, and the port of the API servers.
+// trimSlice keeps one ready endpoint per Node.
 func trimSlice(obj any) (any, error) {
 	slice, isSlice := obj.(*discoveryv1.EndpointSlice)
 	if !isSlice {
@@ -524,11 +426,7 @@ func trimSlice(obj any) (any, error) {
 	}
 
 	slice.Labels = map[string]string{discoveryv1.LabelServiceName: slice.Labels[discoveryv1.LabelServiceName]}
-	slice.Annotations, slice.OwnerReferences, slice.ManagedFields, slice.Endpoints = nil, nil, nil, nil
-
-	if !isOfAPIServer(slice) {
-		slice.Ports = nil
-	}
+	slice.Annotations, slice.OwnerReferences, slice.ManagedFields, slice.Ports, slice.Endpoints = nil, nil, nil, nil, nil
 
 	for _, nodename := range sets.List(nodes) {
 		slice.Endpoints = append(slice.Endpoints, discoveryv1.Endpoint{NodeName: &nodename})

@@ -1,9 +1,7 @@
 package service_test
 
 import (
-	"context"
 	"fmt"
-	"net/netip"
 	"testing"
 	"time"
 
@@ -16,8 +14,6 @@ import (
 
 	"github.com/talos-ccm/talos-ccm/pkg/config"
 	"github.com/talos-ccm/talos-ccm/pkg/controllers/service"
-	"github.com/talos-ccm/talos-ccm/pkg/csrpolicy"
-	"github.com/talos-ccm/talos-ccm/test/ctest"
 )
 
 func TestController_FollowsNodes(t *testing.T) {
@@ -136,30 +132,6 @@ func TestController_PublishesOnlyAddressesOfTheMachine(t *testing.T) {
 	s.await("web", "8.8.8.8")
 }
 
-func TestController_FollowsTheClusterIdentity(t *testing.T) {
-	s := newSuite(t)
-	s.identity.current.Known = false
-	s.run()
-	s.join("a", "192.0.2.1")
-	s.PatchNode("a", "other", `{"status":{"addresses":[{"type":"InternalIP","address":"192.0.2.1"},{"type":"ExternalIP","address":"203.0.113.1"}]}}`, "status")
-	s.respond("a", "192.0.2.1", "203.0.113.1")
-	s.create("web", nil)
-	s.AwaitEvent("web", service.ReasonClusterIdentityIncomplete)
-	s.await("web")
-
-	s.identity.set(csrpolicy.ClusterIdentity{Known: true})
-	s.await("web", "203.0.113.1")
-
-	endpoint := csrpolicy.ClusterSubjects{APIServerIPs: []netip.Addr{netip.MustParseAddr("203.0.113.1")}}
-	s.identity.set(csrpolicy.ClusterIdentity{Known: true, Reported: []csrpolicy.Report{{ClusterSubjects: endpoint}}})
-	s.await("web", "192.0.2.1")
-
-	s.identity.set(csrpolicy.ClusterIdentity{})
-	s.create("zz-other-port", func(svc *corev1.Service) { svc.Spec.Ports[0].Port = 81 })
-	s.AwaitEvent("zz-other-port", service.ReasonClusterIdentityIncomplete)
-	s.await("web", "192.0.2.1")
-}
-
 func TestController_KeepsAddressesUntilMachinesRespond(t *testing.T) {
 	s := newSuite(t)
 	s.run()
@@ -187,35 +159,6 @@ func TestController_KeepsAddressesUntilMachinesRespond(t *testing.T) {
 	first, isService := (<-history.ResultChan()).Object.(*corev1.Service)
 	require.True(t, isService)
 	assert.Len(t, addresses(first), 3, "first change after the restart")
-}
-
-func TestController_RemovesAddressesBeforeManyServicesHaveOne(t *testing.T) {
-	s := newSuite(t)
-	s.run()
-	s.create("web", nil)
-	s.join("a", "192.0.2.1")
-	s.join("b", "192.0.2.2")
-	s.await("web", "192.0.2.1", "192.0.2.2")
-	s.stop()
-
-	const count = 100
-	for i := range count {
-		s.create(fmt.Sprintf("many-%03d", i), func(svc *corev1.Service) { svc.Spec.Ports[0].Port = int32(1000 + i) })
-	}
-
-	s.qps = 5
-	s.run()
-	s.respond("a", "192.0.2.1")
-	s.respond("b", "192.0.2.2")
-	ctest.Await(s, s.services(), metav1.ListOptions{}, "one of many Services has an address", func(svc *corev1.Service) bool {
-		return svc.Name != "web" && len(addresses(svc)) > 0
-	})
-
-	s.announce("b", runtime.MachineStageRebooting, "192.0.2.2")
-	s.await("web", "192.0.2.1")
-
-	last := s.get(fmt.Sprintf("many-%03d", count-1))
-	assert.Empty(t, addresses(last), "the removal waited for the other Services")
 }
 
 func TestController_RemovesItsAddressesWhenNotManaged(t *testing.T) {
@@ -339,36 +282,6 @@ func TestController_LocalFollowsEndpoints(t *testing.T) {
 
 	s.patch("web", `{"spec":{"externalTrafficPolicy":"Cluster"}}`)
 	s.await("web", "192.0.2.1", "192.0.2.2")
-}
-
-func TestController_RefusesPortOfAPIServers(t *testing.T) {
-	s := newSuite(t)
-	slices := s.Client.DiscoveryV1().EndpointSlices(metav1.NamespaceDefault)
-	publish := func(name string, port int32) {
-		t.Helper()
-
-		_, err := slices.Create(t.Context(), &discoveryv1.EndpointSlice{
-			ObjectMeta:  metav1.ObjectMeta{Name: name, Labels: map[string]string{discoveryv1.LabelServiceName: "kubernetes"}},
-			AddressType: discoveryv1.AddressTypeIPv4,
-			Endpoints:   []discoveryv1.Endpoint{{Addresses: []string{"192.0.2.100"}}},
-			Ports:       []discoveryv1.EndpointPort{{Name: new("https"), Port: &port}},
-		}, metav1.CreateOptions{})
-		require.NoError(t, err)
-		s.Cleanup(func() { _ = slices.Delete(context.WithoutCancel(s.Context()), name, metav1.DeleteOptions{}) })
-	}
-
-	s.run()
-	s.join("a", "192.0.2.1")
-	s.create("web", func(svc *corev1.Service) { svc.Spec.Ports[0].Port = 7443 })
-	s.create("https", func(svc *corev1.Service) { svc.Spec.Ports[0].Port = 443 })
-	s.await("web", "192.0.2.1")
-	s.await("https", "192.0.2.1")
-
-	publish("of-another-client", 443)
-	publish("kubernetes", 7443)
-	s.await("web")
-	s.AwaitEvent("web", service.ReasonPortReserved, "TCP/7443 is reserved for kube-apiserver")
-	s.await("https", "192.0.2.1")
 }
 
 func TestController_OlderServiceKeepsThePort(t *testing.T) {

@@ -20,7 +20,6 @@ import (
 
 	"github.com/talos-ccm/talos-ccm/pkg/config"
 	"github.com/talos-ccm/talos-ccm/pkg/controllers/service"
-	"github.com/talos-ccm/talos-ccm/pkg/csrpolicy"
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
 	"github.com/talos-ccm/talos-ccm/test/ctest"
@@ -39,49 +38,17 @@ type suite struct {
 	ctest.Suite
 
 	inventory *inventory.Inventory
-	identity  *identity
 	options   atomic.Pointer[config.Service]
-	// qps limits the requests of the controller per second, if it is set before run.
-	qps float32
 	// silent are machines that accept no connections.
 	silent sync.Map
 	// resync notifies the running controller of changed options; stop ends it after its current pass.
 	resync, stop func()
 }
 
-// identity is a cluster identity that changes.
-type identity struct {
-	mu      sync.Mutex
-	current csrpolicy.ClusterIdentity
-	handler func()
-}
-
-func (i *identity) Current() csrpolicy.ClusterIdentity {
-	i.mu.Lock()
-	defer i.mu.Unlock()
-
-	return i.current
-}
-
-func (i *identity) Subscribe(handler func()) {
-	i.mu.Lock()
-	defer i.mu.Unlock()
-
-	i.handler = handler
-}
-
-func (i *identity) set(current csrpolicy.ClusterIdentity) {
-	i.mu.Lock()
-	defer i.mu.Unlock()
-
-	i.current = current
-	i.handler()
-}
-
 func newSuite(t *testing.T) *suite {
 	t.Helper()
 
-	s := &suite{Suite: bed.NewSuite(t), identity: &identity{current: csrpolicy.ClusterIdentity{Known: true}}}
+	s := &suite{Suite: bed.NewSuite(t)}
 	s.Namespace = "test-" + strings.ToLower(rand.Text())
 	s.options.Store(&config.Service{})
 
@@ -95,17 +62,11 @@ func newSuite(t *testing.T) *suite {
 func (s *suite) run() {
 	s.Helper()
 
-	client := s.Kube.Config()
-	if s.qps > 0 {
-		client.QPS, client.Burst = s.qps, int(s.qps)
-	}
-
-	i, err := ctest.NewInstance(s.Context(), client, nil)
+	i, err := ctest.NewInstance(s.Context(), s.Kube.Config(), nil)
 	require.NoError(s, err)
 
 	controller, err := service.New(service.Config{
-		Client: i.Client, Nodes: i.Nodes, Inventory: i.Inventory, Identity: s.identity, Recorder: i.Recorder,
-		PodCIDRs: func() []netip.Prefix { return nil },
+		Client: i.Client, Nodes: i.Nodes, Inventory: i.Inventory, Recorder: i.Recorder,
 		Probe: func(nodename string) {
 			if _, isSilent := s.silent.Load(nodename); isSilent {
 				i.Inventory.MarkUnreachable(nodename, "connection timed out")
