@@ -277,7 +277,7 @@ To try it without a cluster:
 // start runs the service until the first signal. A second signal ends the process immediately. The other commands
 // install no signal handler.
 func start(ctx context.Context, options *ccm.Options) error {
-	// Only klog itself filters messages. Its format is that of the logger that the flags have set.
+	// The logger of component-base ignores klog's filters. klog writes the same text format.
 	klog.ClearLogger()
 	klog.SetLogFilter(withoutBodies{})
 

@@ -193,8 +193,9 @@ func (b *bounds) checkEvents(list []*v1alpha1.Event, now time.Time) error {
 			b.total -= b.sizes[id]
 			delete(b.sizes, id)
 		default: // the COSI client takes unknown types for CREATED
-			b.total += size(event.GetResource()) - b.sizes[id]
-			b.sizes[id] = size(event.GetResource())
+			present := size(event.GetResource())
+			b.total += present - b.sizes[id]
+			b.sizes[id] = present
 		}
 
 		if b.total > b.limit {
