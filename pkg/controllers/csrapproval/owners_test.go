@@ -174,7 +174,7 @@ func TestController_IgnoresClaimsThatMachineContradicts(t *testing.T) {
 
 			s.list(attacker, victims[0].addr)
 			s.patchStatus(attacker.name, fmt.Sprintf(`{"nodeInfo":{"osImage":%q},"addresses":[{"$patch":"replace"},%s]}`, osImage, strings.Join(addresses, ",")))
-			s.awaitCached(attacker.name, osImage, victims[0].addr.String(), victims[2].addr.String())
+			s.awaitCached(attacker.name, osImage, victims[0].addr.String()) // the status may have been corrected already
 
 			for _, victim := range victims {
 				s.awaitIssued(s.post(victim, request{}))
