@@ -24,7 +24,11 @@ package csrapproval
 import (
 	"context"
 	"fmt"
+	"net/netip"
+	"slices"
+	"strings"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	certificatesv1 "k8s.io/api/certificates/v1"
@@ -111,6 +115,7 @@ type Controller struct {
 	queue    queue.Queue
 	backoff  workqueue.TypedRateLimiter[string]
 
+	warm    atomic.Bool // the machines have responded or failed to respond
 	mu      sync.Mutex
 	pending sets.Set[string] // names of the requests that wait for this controller's decision
 }
@@ -235,7 +240,7 @@ func (c *Controller) Run(ctx context.Context) {
 		return
 	}
 
-	c.warmUp(ctx)
+	group.StartWithContext(ctx, c.warmUp)
 
 	worker := queue.Worker{Queue: c.queue, Subject: "csr", Failure: "Failed to review CSR; retrying", Sync: c.sync}
 
@@ -248,7 +253,8 @@ func (c *Controller) Run(ctx context.Context) {
 }
 
 // warmUp waits until each machine has responded or failed to respond, at most warmUpTimeout. The machines respond to a
-// new leader one after the other; what one reports must not count before the others could report that they own it.
+// new leader one after the other; what one reports must not count before the others could report that they own it. So only
+// requests for what the Node certainly owns are reviewed before.
 func (c *Controller) warmUp(ctx context.Context) {
 	var unknown []string
 
@@ -265,8 +271,20 @@ func (c *Controller) warmUp(ctx context.Context) {
 		return len(unknown) == 0, nil
 	})
 	if err != nil && ctx.Err() == nil {
-		klog.FromContext(ctx).Info("Starting CSR approval; some machines have not responded", "nodes", unknown)
+		klog.FromContext(ctx).Info("Reviewing all CSRs; some machines have not responded", "nodes", events.Truncate(strings.Join(unknown, " ")))
 	}
+
+	c.warm.Store(true)
+	c.Resync()
+}
+
+// isRecorded reports whether a request is for nothing but the name and the recorded address of its Node.
+func (c *Controller) isRecorded(request *csrpolicy.Request, nodename string) bool {
+	node, err := c.cfg.Nodes.Lister().Get(nodename)
+	names, ips := request.Subjects()
+
+	return err == nil && !slices.ContainsFunc(names, func(name string) bool { return name != machine.CanonicalName(nodename) }) &&
+		!slices.ContainsFunc(ips, func(ip netip.Addr) bool { return ip != nodespec.RecordedAddress(node) })
 }
 
 // sync reviews one request and writes the decision, if there is one.
@@ -290,6 +308,10 @@ func (c *Controller) sync(ctx context.Context, name string) error {
 	c.updatePending(c.pending.Insert, name)
 
 	csr, _ := obj.(*certificatesv1.CertificateSigningRequest)
+
+	if !c.warm.Load() && !c.isRecorded(csrpolicy.Parse(csr), nodenames[0]) {
+		return nil // warmUp will queue it
+	}
 
 	r, err := c.review(ctx, csr, nodenames[0])
 	if err != nil {

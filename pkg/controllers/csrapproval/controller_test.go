@@ -87,6 +87,29 @@ func TestController_NewLeaderWaitsForMachines(t *testing.T) {
 	s.assertPending(name)
 }
 
+// A Node whose machine stalls can hold up only what it could own.
+func TestController_NewLeaderApprovesRecordedAddressesAtOnce(t *testing.T) {
+	s := alone(t)
+
+	recorded, kubelet := s.pinned()
+	silent, other := s.issued(), s.issued(on("eth1", s.plan().addr, 24))
+	release := s.hold(silent)
+
+	s.restart()
+	s.enforce(recorded)
+
+	foreign := s.post(recorded, request{config: kubelet, ips: []netip.Addr{recorded.addr, silent.addr}})
+	unrecorded := s.post(other, request{})
+	s.awaitIssued(s.post(recorded, request{config: kubelet}))
+	s.assertUndecided(unrecorded)
+	s.assertUndecided(foreign)
+	require.True(t, s.main.machineIs(silent.name, inventory.Unknown))
+
+	release()
+	s.awaitIssued(unrecorded)
+	s.awaitDenied(foreign)
+}
+
 // Requests and Nodes are watched separately, and the kubelet may see a newer version of its Node.
 func TestController_ReadsNodeBeforeDenial(t *testing.T) {
 	s := alone(t)

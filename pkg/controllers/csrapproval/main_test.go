@@ -72,6 +72,7 @@ type environment struct {
 	// routes maps the machines' addresses to loopback addresses, where apid listens and which no certificate can
 	// contain.
 	routes sync.Map // netip.Addr → netip.Addr
+	held   sync.Map // nodename → <-chan struct{}; until it is closed, the machine is not dialed
 	last   atomic.Int32
 
 	// followLast makes the controller receive changes of Nodes before the reflector does, unlike the product.
@@ -249,6 +250,15 @@ func (e *environment) start(clk clock.WithTicker) (*instance, error) {
 	direct := ctest.Dial(e.bed.Talos)
 	dial := controlplane.NewAddresses(i.Client, i.Nodes.Lister(), e.socket.EtcdMembers, clock.RealClock{}).Guard(
 		func(ctx context.Context, nodename string, addr netip.Addr) (talosapi.State, error) {
+			if held, ok := e.held.Load(nodename); ok {
+				until, _ := held.(chan struct{})
+
+				select {
+				case <-until:
+				case <-ctx.Done():
+				}
+			}
+
 			if routed, ok := e.routes.Load(addr); ok {
 				addr, _ = routed.(netip.Addr)
 			}
@@ -362,6 +372,19 @@ func (s suite) join(addresses ...talostest.Address) worker {
 	s.register(w)
 
 	return w
+}
+
+// hold lets no leader dial the worker's machine until release is called.
+func (s suite) hold(w worker) (release func()) {
+	s.Helper()
+
+	until := make(chan struct{})
+	release = sync.OnceFunc(func() { close(until) })
+
+	s.held.Store(w.name, until)
+	s.Cleanup(release)
+
+	return release
 }
 
 // known returns a joined worker whose machine is in the inventory.
