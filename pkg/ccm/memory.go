@@ -20,8 +20,8 @@ const (
 	memoryInterval = 2 * time.Second
 
 	mebibyte = 1 << 20
-	// A leader uses about 76 MiB and 0.25 MiB per machine. Machines whose Nodes are not initialized do not count, because
-	// a bootstrap token can register any number of Nodes. The base is enough for about 1,700 of them.
+	// A leader uses about 76 MiB and 0.25 MiB per machine. Nodes that are not known do not count, because a bootstrap token
+	// can register any number of them. The base is enough for about 1,700.
 	baseMemory, memoryPerNode = 512 * mebibyte, mebibyte
 )
 
@@ -55,7 +55,7 @@ func (m *Manager) memoryCeiling(nodes corelisters.NodeLister) uint64 {
 	all, _ := nodes.List(labels.Everything()) // a list from the cache cannot fail
 
 	for _, node := range all {
-		if !nodespec.IsUninitialized(node) {
+		if nodespec.IsKnown(node) {
 			ceiling += memoryPerNode
 		}
 	}

@@ -11,17 +11,18 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	corelisters "k8s.io/client-go/listers/core/v1"
 	"k8s.io/client-go/tools/cache"
-	cloudproviderapi "k8s.io/cloud-provider/api"
+
+	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
 )
 
-func TestMemoryCeiling_FollowsInitializedNodes(t *testing.T) {
+func TestMemoryCeiling_FollowsKnownNodes(t *testing.T) {
 	nodes := cache.NewIndexer(cache.MetaNamespaceKeyFunc, nil)
 	m := Manager{options: new(Options)}
 	ceiling := func() uint64 { return m.memoryCeiling(corelisters.NewNodeLister(nodes)) / mebibyte }
 
-	add := func(prefix string, count int, taints ...corev1.Taint) {
+	add := func(prefix string, count int, labels map[string]string) {
 		for i := range count {
-			require.NoError(t, nodes.Add(&corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: prefix + strconv.Itoa(i)}, Spec: corev1.NodeSpec{Taints: taints}}))
+			require.NoError(t, nodes.Add(&corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: prefix + strconv.Itoa(i), Labels: labels}}))
 		}
 	}
 
@@ -30,13 +31,13 @@ func TestMemoryCeiling_FollowsInitializedNodes(t *testing.T) {
 	require.Less(t, half, uint64(16<<20))
 
 	// The Nodes that a bootstrap token can register.
-	add("new", 100, corev1.Taint{Key: cloudproviderapi.TaintExternalCloudProvider})
+	add("new", 100, map[string]string{corev1.LabelTopologyRegion: "eu"})
 	assert.EqualValues(t, 512, ceiling())
 
-	add("initialized", 50)
+	add("initialized", 50, map[string]string{nodespec.LabelPlatform: "metal"})
 	assert.EqualValues(t, 562, ceiling())
 
-	add("machine", int(half)) //nolint:gosec // checked above
+	add("recorded", int(half), map[string]string{nodespec.LabelAddress: "192.0.2.1"}) //nolint:gosec // checked above
 	assert.Equal(t, half, ceiling())
 
 	m.options.MemoryCeiling.Quantity = resource.MustParse("100Gi")

@@ -41,6 +41,12 @@ func IsControlPlane(node *corev1.Node) bool {
 	return labeled
 }
 
+// IsKnown reports whether talos-ccm has labeled the Node, at its initialization or with the record of its kubelet's
+// certificate. The NodeRestriction admission plugin keeps kubelets from setting these labels.
+func IsKnown(node *corev1.Node) bool {
+	return node.Labels[LabelPlatform] != "" || RecordedAddress(node).IsValid()
+}
+
 // IsUninitialized reports whether the Node has the taint with which kubelets wait for a cloud controller manager.
 func IsUninitialized(node *corev1.Node) bool {
 	return slices.ContainsFunc(node.Spec.Taints, IsUninitializedTaint)

@@ -51,6 +51,31 @@ func withLinks(n int) talostest.Answer {
 	}
 }
 
+// withAddresses adds these addresses to those of a machine.
+func withAddresses(n int) talostest.Answer {
+	return func(request proto.Message, stream grpc.ServerStream, honest func() error) error {
+		watch, ok := request.(*v1alpha1.WatchRequest)
+		if !ok || watch.GetType() != network.AddressStatusType {
+			return honest()
+		}
+
+		for i := range n {
+			address := &v1alpha1.Resource{
+				Metadata: &v1alpha1.Metadata{
+					Namespace: network.NamespaceName, Type: network.AddressStatusType, Id: strconv.Itoa(i), Version: "1", Phase: "running",
+				},
+				Spec: &v1alpha1.Spec{},
+			}
+
+			if err := stream.SendMsg(&v1alpha1.WatchResponse{Event: []*v1alpha1.Event{{Resource: address}}}); err != nil {
+				return err
+			}
+		}
+
+		return honest()
+	}
+}
+
 // finalize gives a resource more finalizers than a resource may have, or none.
 func (s *suite) finalize(m *talostest.Machine, md resource.Pointer, finalizers int) {
 	s.Helper()

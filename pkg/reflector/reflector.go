@@ -19,7 +19,7 @@
 // unreachable machine.
 //
 // A machine that sends more than package talosapi allows is unreachable, too. If only facts exceed the limits, they are not
-// reported.
+// reported. The machines of Nodes that talos-ccm has not labeled yet have less, and places of their own.
 package reflector
 
 import (
@@ -52,12 +52,19 @@ import (
 
 const (
 	// maxConnecting limits the machines that are read for the first time at once, from the TLS handshake to the first
-	// view. More at once need more memory and save no time. maxPerAddress limits the machines at one address. A machine
-	// that stalls delays others for at most slotTime. A machine that drops packets delays none: the limits do not
-	// include TCP connection attempts.
+	// view. More at once need more memory and save no time. A machine that stalls delays others for at most slotTime, and
+	// only those of the same kind: Nodes that talos-ccm knows or not, after a success or a failure. A machine that drops
+	// packets delays none: the limits do not include TCP connection attempts.
 	maxConnecting = 32
-	maxPerAddress = 4
 	slotTime      = time.Second
+
+	// maxPerAddress limits the sessions at one address, of known and other Nodes each. Only one Node can have a lasting
+	// session, unless the machine lies. The others wait at most for addressTime.
+	maxPerAddress = 4
+	addressTime   = 10 * time.Second
+
+	// shareTime is how long a talosapi.Share must last.
+	shareTime = time.Minute
 
 	backoffFirst = time.Second
 	backoffMax   = time.Minute
@@ -80,15 +87,15 @@ type Inventory interface {
 
 // Reflector runs one task per tracked Node. Create it with New. All methods are safe for concurrent use.
 type Reflector struct {
-	inventory  Inventory
-	dial       talosapi.DialFunc
-	clock      clock.Clock
-	connecting chan struct{} // semaphore
+	inventory Inventory
+	dial      talosapi.DialFunc
+	clock     clock.Clock
+	budget    talosapi.Budget
 
 	mu    sync.Mutex
 	ctx   context.Context //nolint:containedctx // set while Run runs: Track starts tasks, and its callers have no context
 	tasks map[string]*task
-	slots map[netip.Addr]chan struct{} // semaphores of the addresses where handshakes are in progress
+	slots map[slot]chan struct{} // semaphores in use
 	wg    sync.WaitGroup
 
 	kinds machine.Kinds // of new tasks
@@ -102,19 +109,28 @@ type task struct {
 	done      chan struct{}
 	outage    backoff.Outage // only the goroutine uses it
 	failed    atomic.Bool    // whether the last attempt to connect to the first address failed
-	probe     func()         // of the established session, if any; under Reflector.mu
+
+	// Under Reflector.mu:
+	known bool            // as nodespec.IsKnown
+	share *talosapi.Share // of the session whose view the inventory keeps; nil if there is none
+	probe func()          // of the established session, if any
+}
+
+// slot is what a semaphore limits: the sessions at an address, or the machines that are read for the first time.
+type slot struct {
+	addr          netip.Addr // zero for the machines that are read for the first time
+	known, failed bool       // as in task
 }
 
 // New returns a Reflector that tracks no Node yet.
 func New(inventory Inventory, dial talosapi.DialFunc, clk clock.Clock) *Reflector {
 	return &Reflector{
-		inventory:  inventory,
-		dial:       dial,
-		clock:      clk,
-		connecting: make(chan struct{}, maxConnecting),
-		tasks:      map[string]*task{},
-		slots:      map[netip.Addr]chan struct{}{},
-		kinds:      machine.BaseKinds(),
+		inventory: inventory,
+		dial:      dial,
+		clock:     clk,
+		tasks:     map[string]*task{},
+		slots:     map[slot]chan struct{}{},
+		kinds:     machine.BaseKinds(),
 	}
 }
 
@@ -124,7 +140,7 @@ func (r *Reflector) Run(ctx context.Context) {
 	r.ctx = ctx
 
 	for nodename, t := range r.tasks {
-		r.tasks[nodename] = r.start(nodename, t.addresses, nil)
+		r.tasks[nodename] = r.start(nodename, t.addresses, t)
 	}
 	r.mu.Unlock()
 
@@ -142,7 +158,7 @@ func (r *Reflector) Run(ctx context.Context) {
 func (r *Reflector) FollowNodes(nodes coreinformers.NodeInformer) error {
 	track := func(obj any) {
 		if node, ok := obj.(*corev1.Node); ok && nodespec.IsTalos(node) {
-			r.Track(node.Name, nodespec.DialAddresses(node))
+			r.Track(node.Name, nodespec.DialAddresses(node), nodespec.IsKnown(node))
 		}
 	}
 
@@ -183,18 +199,20 @@ func (r *Reflector) nodeUpdated(old, obj any) {
 	}
 }
 
-// Track follows the machine of the Node nodename at one of addresses. If the Node is already tracked, Track does nothing for equal addresses
-// and restarts the task for others.
-func (r *Reflector) Track(nodename string, addresses []netip.Addr) {
+// Track follows the machine of the Node nodename at one of addresses. If the Node is already tracked, Track restarts the
+// task for other addresses only. Machines of Nodes that are not known share a talosapi.Budget.
+func (r *Reflector) Track(nodename string, addresses []netip.Addr, known bool) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 
-	old := r.tasks[nodename]
-	if old != nil && slices.Equal(old.addresses, addresses) {
-		return
+	t := r.tasks[nodename]
+	if t == nil || !slices.Equal(t.addresses, addresses) {
+		t = r.start(nodename, slices.Clone(addresses), t)
+		r.tasks[nodename] = t
 	}
 
-	r.tasks[nodename] = r.start(nodename, slices.Clone(addresses), old)
+	t.known = known
+	t.keep(t.share)
 }
 
 // renew dials the machine of a tracked Node again, if needed. Its entry in the inventory stays until then.
@@ -249,11 +267,15 @@ func (r *Reflector) Untrack(nodename string) {
 
 	old.stop()
 	r.inventory.Forget(nodename)
+	old.share.Release()
 }
 
 // start returns a task that begins after old has ended. Outside of Run it does not start the task. The caller holds r.mu.
 func (r *Reflector) start(nodename string, addresses []netip.Addr, old *task) *task {
 	t := &task{addresses: addresses, kinds: r.kinds, done: make(chan struct{})}
+	if old != nil {
+		t.known = old.known
+	}
 
 	if r.ctx == nil {
 		return t
@@ -270,6 +292,11 @@ func (r *Reflector) start(nodename string, addresses []netip.Addr, old *task) *t
 
 		if old != nil {
 			t.outage = old.outage
+			t.failed.Store(old.failed.Load())
+
+			r.mu.Lock()
+			t.keep(old.share)
+			r.mu.Unlock()
 		}
 
 		r.follow(klog.NewContext(ctx, klog.LoggerWithValues(klog.FromContext(ctx), "node", nodename)), nodename, t)
@@ -345,18 +372,27 @@ func (r *Reflector) watchAny(ctx context.Context, nodename string, t *task) (est
 
 // watch runs one session with the machine at addr.
 func (r *Reflector) watch(ctx context.Context, nodename string, addr netip.Addr, t *task) (established bool, err error) {
-	st, err := r.dial(ctx, nodename, addr)
+	r.mu.Lock()
+
+	share, known := (*talosapi.Share)(nil), t.known
+	if !known {
+		share = r.budget.NewShare()
+	}
+
+	r.mu.Unlock()
+
+	st, err := r.dial(talosapi.WithShare(ctx, share), nodename, addr)
 	if err != nil {
 		return false, err
 	}
 
 	defer st.Close() //nolint:errcheck // no call is in flight
 
-	release, err := r.acquire(ctx, addr)
+	release, leave, err := r.enter(ctx, slot{addr: addr, known: known, failed: t.failed.Load()})
 	if err != nil {
 		return false, err
 	}
-	defer release()
+	defer leave()
 
 	ctx, cancel := context.WithCancel(ctx)
 
@@ -387,53 +423,90 @@ func (r *Reflector) watch(ctx context.Context, nodename string, addr netip.Addr,
 		r.mu.Lock()
 		defer r.mu.Unlock()
 
+		t.keep(share)
+
 		if dialed, _ := st.(talosapi.ControlPlane); !dialed.Local {
 			t.probe = func() { s.probe(ctx) }
 		}
 	}
 
-	return s.run(ctx)
+	started := r.clock.Now()
+
+	established, err = s.run(ctx)
+	if !established {
+		share.Release()
+	}
+
+	// A long session that has used its share is renewed.
+	if exceeded := share.Err(); exceeded != nil && (!established || r.clock.Since(started) < shareTime) {
+		err = exceeded
+	}
+
+	return established, err
 }
 
-// acquire waits until the machine at addr may be read for the first time. release does nothing when it is called again.
-func (r *Reflector) acquire(ctx context.Context, addr netip.Addr) (release func(), err error) {
+// keep replaces the share when the inventory has the view of another session. The caller holds Reflector.mu.
+func (t *task) keep(share *talosapi.Share) {
+	if t.share != share {
+		t.share.Release()
+	}
+
+	if t.share = share; t.known {
+		share.Release()
+	}
+}
+
+// enter waits until a session may begin. release lets another machine be read for the first time, and leave ends the
+// session.
+func (r *Reflector) enter(ctx context.Context, key slot) (release, leave func(), err error) {
+	expired := r.clock.NewTimer(addressTime)
+	defer expired.Stop()
+
+	free, err := r.acquire(ctx, slot{addr: key.addr, known: key.known}, maxPerAddress, expired.C())
+	if err != nil {
+		return nil, nil, err
+	}
+
+	release, err = r.acquire(ctx, slot{known: key.known, failed: key.failed}, maxConnecting, nil)
+	if err != nil {
+		free()
+
+		return nil, nil, err
+	}
+
+	return release, func() { release(); free() }, nil
+}
+
+// acquire waits for one of n places, at most until expired. release does nothing when it is called again.
+func (r *Reflector) acquire(ctx context.Context, key slot, n int, expired <-chan time.Time) (release func(), err error) {
 	r.mu.Lock()
 
-	slots := r.slots[addr]
-	if slots == nil {
-		slots = make(chan struct{}, maxPerAddress)
-		r.slots[addr] = slots
+	places := r.slots[key]
+	if places == nil {
+		places = make(chan struct{}, n)
+		r.slots[key] = places
 	}
 
 	r.mu.Unlock()
 
-	var held []chan struct{}
+	select {
+	case places <- struct{}{}:
+	case <-expired:
+		return nil, fmt.Errorf("%d other Nodes have the address %s", n, key.addr)
+	case <-ctx.Done():
+		return nil, ctx.Err()
+	}
 
-	release = sync.OnceFunc(func() {
+	return sync.OnceFunc(func() {
 		r.mu.Lock()
 		defer r.mu.Unlock()
 
-		for _, semaphore := range held {
-			<-semaphore
+		<-places
+
+		if len(places) == 0 && r.slots[key] == places {
+			delete(r.slots, key) // a goroutine that waits for a place keeps its semaphore
 		}
-
-		if len(slots) == 0 && r.slots[addr] == slots {
-			delete(r.slots, addr) // a goroutine that waits for a slot keeps its semaphore
-		}
-	})
-
-	for _, semaphore := range []chan struct{}{slots, r.connecting} {
-		select {
-		case semaphore <- struct{}{}:
-			held = append(held, semaphore)
-		case <-ctx.Done():
-			release()
-
-			return nil, ctx.Err()
-		}
-	}
-
-	return release, nil
+	}), nil
 }
 
 // report records in the inventory why the machine could not be followed.

@@ -15,6 +15,8 @@ import (
 	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
+	"google.golang.org/grpc"
+	"google.golang.org/protobuf/proto"
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/client-go/informers"
@@ -35,7 +37,7 @@ func TestReflector_MarksMachineWithAnotherNodenameAsMismatch(t *testing.T) {
 	s := newRealSuite(t)
 	worker := s.machine("worker-1")
 
-	s.reflector.Track("other", []netip.Addr{worker.Address()})
+	s.reflector.Track("other", []netip.Addr{worker.Address()}, false)
 
 	entry := s.await("other", inventory.Mismatch)
 	assert.Contains(t, entry.Reason, worker.Nodename())
@@ -86,7 +88,7 @@ func TestReflector_MarksNodeWithoutAddressUnreachable(t *testing.T) {
 	t.Parallel()
 
 	s := newRealSuite(t)
-	s.reflector.Track("no-address", nil)
+	s.reflector.Track("no-address", nil, false)
 	assert.Contains(t, s.await("no-address", inventory.Unreachable).Reason, "no address")
 }
 
@@ -341,7 +343,7 @@ func TestReflector_ConnectsWhileManyMachinesDropPackets(t *testing.T) {
 	require.NoError(t, gone.BlackHole())
 
 	for i := range 2 * places {
-		s.reflector.Track(fmt.Sprintf("gone-%d", i), []netip.Addr{gone.Address()})
+		s.reflector.Track(fmt.Sprintf("gone-%d", i), []netip.Addr{gone.Address()}, false)
 	}
 
 	s.eventually("machines that drop packets are dialed", func() bool { return len(s.dials()) >= places })
@@ -386,12 +388,130 @@ func TestReflector_ConnectsWhileManyNodesStallAtOneAddress(t *testing.T) {
 	stalling.CutOff()
 
 	for i := range 2 * places {
-		s.reflector.Track(fmt.Sprintf("stalled-%d", i), []netip.Addr{stalling.Address()})
+		s.reflector.Track(fmt.Sprintf("stalled-%d", i), []netip.Addr{stalling.Address()}, false)
 	}
 
 	s.eventually("all connections are open", func() bool { return stalling.Connections() == 2*places })
 	s.follow(worker)
 	assert.Empty(t, s.inventory.unreachableMarks(), "attempts with others had timed out")
+}
+
+// A bootstrap token can register any number of Nodes whose machines stall.
+func TestReflector_ConnectsToKnownNodesWhileMachinesOfOthersStall(t *testing.T) {
+	t.Parallel()
+
+	s := newTimedSuite(t)
+	worker, late := s.machine("worker-1"), s.machine("worker-2")
+
+	var stalling []*talostest.Machine
+
+	for i := range 2 * places {
+		stalling = append(stalling, s.machine(fmt.Sprintf("stalled-%d", i)))
+		stalling[i].Freeze()
+		s.track(stalling[i])
+	}
+
+	called := func() int {
+		return len(slices.DeleteFunc(slices.Clone(stalling), func(m *talostest.Machine) bool { return len(m.Calls()) == 0 }))
+	}
+
+	s.eventually("all places are taken", func() bool { return called() == places })
+	s.reflector.Track(worker.Nodename(), []netip.Addr{worker.Address()}, true)
+	s.await(worker.Nodename(), inventory.Current)
+	assert.Equal(t, places, called(), "without waiting for a place")
+
+	// Those that have failed delay no new machine.
+	s.clock.Step(time.Second)
+	s.eventually("all machines have been called", func() bool { return called() == 2*places })
+	s.clock.Step(answerTimeout)
+	s.eventually("all attempts have failed", func() bool { return len(s.inventory.unreachableMarks()) == 2*places })
+	s.clock.Step(2 * time.Second)
+	s.eventually("all are dialed again", func() bool { return len(s.dials()) == 4*places+1 })
+	s.follow(late)
+}
+
+func TestReflector_LimitsSessionsAtOneAddress(t *testing.T) {
+	t.Parallel()
+
+	s := newTimedSuite(t)
+	worker, stalling := s.machine("worker-1"), s.machine("stalling")
+	stalling.Lie(func(_ proto.Message, stream grpc.ServerStream, _ func() error) error {
+		<-stream.Context().Done()
+
+		return stream.Context().Err()
+	})
+
+	for i := range perAddress {
+		s.reflector.Track(fmt.Sprintf("stalled-%d", i), []netip.Addr{stalling.Address()}, false)
+	}
+
+	s.eventually("all sessions have started", func() bool { return sessions(stalling) == perAddress })
+	s.reflector.Track("late", []netip.Addr{stalling.Address()}, false)
+	s.eventually("its connection is open", func() bool { return stalling.Connections() == perAddress+1 })
+	s.clock.Step(addressTime)
+
+	assert.Equal(t, "4 other Nodes have the address "+stalling.Address().String(), s.await("late", inventory.Unreachable).Reason)
+	assert.Equal(t, perAddress, sessions(stalling))
+	s.follow(worker)
+
+	// Nodes that are known do not wait for others.
+	s.reflector.Track("known", []netip.Addr{stalling.Address()}, true)
+	s.eventually("a session has started", func() bool { return sessions(stalling) == perAddress+1 })
+}
+
+// One attacker can respond for many Nodes.
+func TestReflector_LimitsWhatMachinesOfUnknownNodesSend(t *testing.T) {
+	t.Parallel()
+
+	s := newTimedSuite(t)
+
+	// track returns the entry of a machine with 9,000 addresses once it is current or unreachable.
+	track := func(m *talostest.Machine, known bool) (entry inventory.Entry) {
+		m.Lie(withAddresses(9_000))
+		s.reflector.Track(m.Nodename(), []netip.Addr{m.Address()}, known)
+		s.eventually("the machine has responded", func() bool {
+			entry = s.get(m)
+
+			return entry.Condition != inventory.Unknown
+		})
+
+		return entry
+	}
+
+	var accepted []*talostest.Machine
+
+	refused := s.machine("large-0")
+	for ; track(refused, false).Condition == inventory.Current; refused = s.machine(fmt.Sprintf("large-%d", len(accepted))) {
+		accepted = append(accepted, refused)
+		require.Less(t, len(accepted), 20)
+	}
+
+	assert.Greater(t, len(accepted), 8)
+	assert.Equal(t, inventory.Unreachable, s.get(refused).Condition)
+	assert.Contains(t, s.get(refused).Reason, "machine sent more than 128 KiB, and machines whose Nodes are not initialized use all of 64 MiB")
+	s.reflector.Untrack(refused.Nodename())
+
+	s.follow(s.machine("worker-1"))
+	assert.Equal(t, inventory.Current, track(s.machine("known"), true).Condition, "no limit")
+
+	// A Node that becomes known, or is deleted, makes room for another.
+	s.reflector.Track(accepted[0].Nodename(), []netip.Addr{accepted[0].Address()}, true)
+	assert.Equal(t, inventory.Current, track(s.machine("next-0"), false).Condition)
+	assert.Equal(t, inventory.Unreachable, track(s.machine("next-1"), false).Condition)
+	s.reflector.Untrack("next-1")
+
+	s.reflector.Untrack(accepted[1].Nodename())
+	assert.Equal(t, inventory.Current, track(s.machine("next-2"), false).Condition)
+
+	// So does one whose machine is read again.
+	accepted[2].Lie(nil)
+	accepted[2].BreakConnections()
+	s.eventually("the machine was read again", func() bool {
+		s.clock.Step(debounce)
+
+		return len(s.views(accepted[2])) == 2
+	})
+	assert.Equal(t, inventory.Current, track(s.machine("next-3"), false).Condition)
 }
 
 func TestReflector_ReportsExpiredServerCertificateUntilRenewal(t *testing.T) {
@@ -460,8 +580,8 @@ func TestRun_StartsNodesTrackedBefore(t *testing.T) {
 	worker, gone := s.machine("worker-1"), s.machine("gone")
 	late := reflector.New(s.inventory, s.dial, clock.RealClock{})
 
-	late.Track(worker.Nodename(), []netip.Addr{worker.Address()})
-	late.Track(gone.Nodename(), []netip.Addr{gone.Address()})
+	late.Track(worker.Nodename(), []netip.Addr{worker.Address()}, false)
+	late.Track(gone.Nodename(), []netip.Addr{gone.Address()}, false)
 	late.Untrack(gone.Nodename())
 
 	go late.Run(t.Context())
@@ -485,7 +605,7 @@ func TestRun_WaitsForTasksAndTrackAfterwardsStartsNone(t *testing.T) {
 		group.Go(func() { refl.Run(ctx) })
 		group.Go(func() {
 			for i := range 100 {
-				refl.Track(fmt.Sprintf("node-%d", i), []netip.Addr{worker.Address()})
+				refl.Track(fmt.Sprintf("node-%d", i), []netip.Addr{worker.Address()}, false)
 
 				if i == 50 {
 					cancel()
@@ -494,7 +614,7 @@ func TestRun_WaitsForTasksAndTrackAfterwardsStartsNone(t *testing.T) {
 		})
 		group.Wait()
 
-		refl.Track(worker.Nodename(), []netip.Addr{worker.Address()})
+		refl.Track(worker.Nodename(), []netip.Addr{worker.Address()}, false)
 		refl.Untrack(worker.Nodename())
 	}
 

@@ -35,8 +35,11 @@ const (
 	nextPoll       = 12 * time.Minute
 	longestSession = 46 * time.Minute
 
-	// places is how many machines can connect at the same time.
-	places = 32
+	// places is how many machines can connect at the same time, and perAddress how many at one address. Others wait for
+	// addressTime there.
+	places      = 32
+	perAddress  = 4
+	addressTime = 10 * time.Second
 
 	// watchingTimers is the number of timers of an idle session: next poll and expiry.
 	watchingTimers = 2
@@ -199,7 +202,7 @@ func (s *suite) track(m *talostest.Machine, addresses ...netip.Addr) {
 		addresses = []netip.Addr{m.Address()}
 	}
 
-	s.reflector.Track(m.Nodename(), addresses)
+	s.reflector.Track(m.Nodename(), addresses, false)
 }
 
 // follow tracks a machine and waits until it is watched.
@@ -328,6 +331,17 @@ func lists(m *talostest.Machine) map[resource.Type]int {
 	}
 
 	return counts
+}
+
+// sessions returns the number of sessions that a machine was asked for.
+func sessions(m *talostest.Machine) (count int) {
+	for _, call := range m.Calls() {
+		if call.ResourceType == runtime.MachineStatusType {
+			count++
+		}
+	}
+
+	return count
 }
 
 // recorder is an inventory that records calls.

@@ -52,11 +52,11 @@ var limits = map[resource.Type]int{
 }
 
 // boundOptions limit what a machine may send. The local machine's socket is trusted.
-func boundOptions() []grpc.DialOption {
+func boundOptions(share *Share) []grpc.DialOption {
 	return []grpc.DialOption{
 		grpc.WithMaxHeaderListSize(maxHeaders),
 		grpc.WithChainUnaryInterceptor(boundUnary),
-		grpc.WithChainStreamInterceptor(boundStream),
+		grpc.WithChainStreamInterceptor(boundStream(share)),
 	}
 }
 
@@ -76,14 +76,16 @@ func boundUnary(ctx context.Context, method string, req, reply any, cc *grpc.Cli
 }
 
 // boundStream returns streams that refuse messages that exceed the limits before the COSI client decodes them.
-func boundStream(
-	ctx context.Context, desc *grpc.StreamDesc, cc *grpc.ClientConn, method string, open grpc.Streamer, opts ...grpc.CallOption,
-) (grpc.ClientStream, error) {
-	ctx, cancel := context.WithCancel(ctx)
+func boundStream(share *Share) grpc.StreamClientInterceptor {
+	return func(
+		ctx context.Context, desc *grpc.StreamDesc, cc *grpc.ClientConn, method string, open grpc.Streamer, opts ...grpc.CallOption,
+	) (grpc.ClientStream, error) {
+		ctx, cancel := context.WithCancel(ctx)
 
-	return &boundedStream{cancel: cancel, open: func(maxSize int) (grpc.ClientStream, error) {
-		return open(ctx, desc, cc, method, append(opts, grpc.MaxCallRecvMsgSize(maxSize))...)
-	}}, nil
+		return &boundedStream{cancel: cancel, bounds: bounds{share: share}, open: func(maxSize int) (grpc.ClientStream, error) {
+			return open(ctx, desc, cc, method, append(opts, grpc.MaxCallRecvMsgSize(maxSize))...)
+		}}, nil
+	}
 }
 
 // boundedStream is a stream that opens with the request, because the limit of messages depends on the request.
@@ -108,7 +110,7 @@ func (s *boundedStream) SendMsg(request any) (err error) {
 		maxSize = min(limit, maxListed)
 	}
 
-	s.bounds = bounds{kind: kind, limit: limit, sizes: map[resource.ID]int{}}
+	s.bounds = bounds{kind: kind, limit: limit, share: s.bounds.share, sizes: map[resource.ID]int{}}
 
 	if s.ClientStream, err = s.open(maxSize); err != nil {
 		s.cancel()
@@ -151,6 +153,7 @@ func kindOf(request any) resource.Type {
 type bounds struct {
 	kind  resource.Type
 	limit int
+	share *Share // of the session
 
 	total  int                 // size of all resources
 	sizes  map[resource.ID]int // of the resources that a watch has sent
@@ -162,6 +165,10 @@ func (b *bounds) checkListed(r *v1alpha1.Resource) error {
 	b.total += size(r)
 	if b.total > b.limit {
 		return b.exceeded()
+	}
+
+	if err := b.share.charge(size(r)); err != nil {
+		return err
 	}
 
 	return b.checkResource(r)
@@ -177,6 +184,10 @@ func (b *bounds) checkEvents(list []*v1alpha1.Event, now time.Time) error {
 	for _, event := range list {
 		if b.sent += size(event); b.sent > 2*b.limit {
 			return status.Errorf(codes.ResourceExhausted, "%s: machine sent changes of more than %d KiB in a minute", b.kind, 2*b.limit>>10)
+		}
+
+		if err := b.share.charge(size(event)); err != nil {
+			return err
 		}
 
 		for _, r := range []*v1alpha1.Resource{event.GetResource(), event.GetOld()} {

@@ -79,7 +79,7 @@ type DialFunc func(ctx context.Context, nodename string, addr netip.Addr) (State
 
 // Dial connects to apid on port 50000 of the machine at addr, and returns the machine's state. It blocks until the TCP
 // connection is open. The first call does the TLS handshake, and verifies that the machine's certificate is valid for
-// addr.
+// addr. The machine may send what the Share of ctx allows, if there is one.
 func Dial(ctx context.Context, creds Credentials, addr netip.Addr) (State, error) {
 	config, err := creds.TLSConfig()
 	if err != nil {
@@ -100,17 +100,20 @@ func Dial(ctx context.Context, creds Credentials, addr netip.Addr) (State, error
 		return nil, fmt.Errorf("connect to machine: %w", err)
 	}
 
+	share, _ := ctx.Value(shareKey{}).(*Share)
 	unused := make(chan net.Conn, 1)
-	unused <- first
+	unused <- sharedConn{first, share}
 
-	conn, err := grpc.NewClient("passthrough:///"+target, append(append(boundOptions(), dialOptions()...),
+	conn, err := grpc.NewClient("passthrough:///"+target, append(append(boundOptions(share), dialOptions()...),
 		grpc.WithTransportCredentials(transport),
 		grpc.WithContextDialer(func(ctx context.Context, _ string) (net.Conn, error) {
 			select {
 			case first := <-unused:
 				return first, nil
 			default:
-				return dialer.DialContext(ctx, "tcp", target)
+				conn, err := dialer.DialContext(ctx, "tcp", target)
+
+				return sharedConn{conn, share}, err
 			}
 		}),
 	)...)

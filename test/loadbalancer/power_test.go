@@ -92,7 +92,7 @@ func (b *bed) follow(n node) *talostest.Machine {
 	m := b.Machine(talostest.MachineSpec{
 		Nodename: n.name, Addresses: []talostest.Address{{Link: "eth0", Prefix: netip.MustParsePrefix(n.address + "/24")}},
 	})
-	b.instance.Reflector.Track(n.name, []netip.Addr{m.Address()})
+	b.instance.Reflector.Track(n.name, []netip.Addr{m.Address()}, false)
 
 	return m
 }
