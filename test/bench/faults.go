@@ -30,6 +30,7 @@ import (
 
 	"github.com/talos-ccm/talos-ccm/extension"
 	"github.com/talos-ccm/talos-ccm/pkg/talostest"
+	"github.com/talos-ccm/talos-ccm/test/kube"
 )
 
 const (
@@ -91,6 +92,7 @@ var faults = []fault{
 	}},
 	{"a machine with 10,000 more addresses and a tag of 1 MiB", growMachine},
 	{"one machine floods", flood},
+	{"2,000 Nodes of one attacker, then a new Node", attack},
 	{"CA of Talos replaced, all connections broken, twice", func(t *trial) (time.Duration, string) {
 		rotate := func(old talostest.OldCA) time.Duration {
 			t.try(func() error { return t.talos.RotateCA(old) })
@@ -318,6 +320,86 @@ func flood(t *trial) (recovery time.Duration, note string) {
 	t.change([]machine{attacker})
 
 	return t.recover(t.managed), note + fmt.Sprintf(", after it %.0f", leader.metric("go_goroutines"))
+}
+
+// stall sends a part of what it could, and then nothing.
+func stall(request proto.Message, stream grpc.ServerStream, _ func() error) error {
+	typed, _ := request.(interface {
+		GetNamespace() string
+		GetType() string
+	})
+	large := &v1alpha1.Resource{
+		Metadata: &v1alpha1.Metadata{Namespace: typed.GetNamespace(), Type: typed.GetType(), Id: "x", Version: "1", Phase: "running"},
+		Spec:     &v1alpha1.Spec{YamlSpec: strings.Repeat("x", 100<<10)},
+	}
+
+	if _, isList := request.(*v1alpha1.ListRequest); isList {
+		_ = stream.SendMsg(&v1alpha1.ListResponse{Resource: large})
+	} else {
+		_ = stream.SendMsg(&v1alpha1.WatchResponse{})
+		_ = stream.SendMsg(&v1alpha1.WatchResponse{Event: []*v1alpha1.Event{{Resource: large}}})
+	}
+
+	<-stream.Context().Done()
+
+	return stream.Context().Err()
+}
+
+// attack registers Nodes whose machines send much, and never all. Several Nodes have the same address.
+func attack(t *trial) (recovery time.Duration, note string) {
+	const (
+		nodes     = 2000
+		addresses = 400
+	)
+
+	machines, honest, other, leader := t.spare[:addresses], t.spare[blackHoles:blackHoles+1], t.workers(1), t.leader.running()
+
+	var names []string
+
+	t.mu.Lock()
+
+	for i := range nodes {
+		name := fmt.Sprintf("attacker-%04d", i)
+		names = append(names, name)
+		t.expected[name] = &expectation{addresses: []netip.Addr{machines[i%addresses].Address()}}
+	}
+
+	t.mu.Unlock()
+
+	all(machines, func(m machine) { m.Lie(stall) })
+
+	resident, goroutines := leader.usage().resident, leader.metric("go_goroutines")
+
+	t.try(func() error {
+		return inParallel(names, func(name string) error {
+			_, err := t.cluster.RegisterNode(t.ctx, kube.NodeSpec{Name: name, NodeIPs: t.expected[name].addresses})
+
+			return err
+		})
+	})
+
+	t.change(other)
+
+	changed := t.recover(other)
+
+	t.each(honest, t.register)
+
+	joined, residentThen, goroutinesThen := t.recover(honest), 0.0, 0.0
+
+	for range 60 {
+		residentThen, goroutinesThen = max(residentThen, leader.usage().resident), max(goroutinesThen, leader.metric("go_goroutines"))
+		t.pause(time.Second)
+	}
+
+	all(machines, func(m machine) { m.Lie(nil) })
+	t.try(func() error {
+		return inParallel(append(names, honest[0].Nodename()), func(name string) error {
+			return t.client.CoreV1().Nodes().Delete(t.ctx, name, metav1.DeleteOptions{})
+		})
+	})
+
+	return joined, fmt.Sprintf("of the new Node; change of another %.1f s; resident %.0f MiB, then %.0f; goroutines %.0f, then %.0f; talos-ccm was started %d times",
+		changed.Seconds(), resident, residentThen, goroutines, goroutinesThen, t.leader.running().starts)
 }
 
 // shiftClocks returns a fault in which the machines issue and verify certificates by a wrong clock.
