@@ -633,26 +633,42 @@ func TestController_KeepsNodeWhoseKubeletReportsNotReady(t *testing.T) {
 	w.expect("with a kubelet that reports", outcome{})
 }
 
-// A machine is installed again and registers its Node between the controller's last read and the deletion.
-func TestController_KeepsNodeThatRegistersDuringDeletion(t *testing.T) {
+// A Node changes between the controller's decision and the deletion.
+func TestController_KeepsNodeThatChangesDuringDeletion(t *testing.T) {
 	t.Parallel()
 
-	w := newWorld(t, byDefault, workers(4)...)
-	for _, name := range workers(4) {
-		w.await(name, inventory.Current)
-	}
+	for name, test := range map[string]struct {
+		before string // the request before which the Node changes
+		change func(w *world)
+	}{
+		"not selected any more": {"get", func(w *world) { w.patch("w-1", `{"metadata":{"labels":{"unmanaged":"true"}}}`) }},
+		"ready":                 {"delete", func(w *world) { w.ready("w-1") }},
+		"registered again": {"delete", func(w *world) { // the machine is installed again
+			assert.NoError(w, w.Client.CoreV1().Nodes().Delete(w.Context(), w.node("w-1"), metav1.DeleteOptions{}))
+			w.register("w-1", w.machines["w-1"].Address())
+			w.ready("w-1")
+		}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
 
-	w.mu.Lock()
-	w.beforeDelete = func() {
-		assert.NoError(t, w.Client.CoreV1().Nodes().Delete(w.Context(), w.node("w-1"), metav1.DeleteOptions{}))
-		w.register("w-1", w.machines["w-1"].Address())
-		w.ready("w-1")
-	}
-	w.mu.Unlock()
+			w := newWorld(t, byDefault, workers(4)...)
+			for _, name := range workers(4) {
+				w.await(name, inventory.Current)
+			}
 
-	w.announce("w-1", runtime.MachineStageResetting)
-	w.silence("w-1")
-	w.advance(2 * grace)
-	w.awaitEvent(lifecycle.ReasonDeleting)
-	w.expect("after the registration", outcome{})
+			changed := make(chan struct{})
+
+			w.mu.Lock()
+			w.before = map[string]func(){test.before: func() { test.change(w); close(changed) }}
+			w.mu.Unlock()
+
+			w.announce("w-1", runtime.MachineStageResetting)
+			w.silence("w-1")
+			w.advance(2 * grace)
+			ctest.Receive(w, changed, "the node has changed")
+			w.waitForIdle()
+			w.expect("after the change", outcome{})
+		})
+	}
 }

@@ -71,8 +71,8 @@ type world struct {
 	local    string                // the machine that the controller runs on
 	absent   sets.Set[string]      // full names of Nodes whose machines are no members
 	members  map[string]netip.Addr // by full name
-	// beforeDelete is called once, before the controller deletes a Node; may be nil.
-	beforeDelete func()
+	// before are called once, before the controller sends its next request with the verb for a single Node.
+	before map[string]func()
 
 	inventory *inventory.Inventory
 	resign    func()
@@ -98,7 +98,7 @@ func newWorld(t *testing.T, settings config.CompiledLifecycle, names ...string) 
 		registered: sets.New[string](), absent: sets.New[string](),
 	}
 	w.Talos = ctest.NewTalos(t, talostest.Options{})
-	w.Client = client{w.Client, w.node(""), func() {}}
+	w.Client = client{w.Client, w.node(""), func(string) {}}
 
 	for _, name := range append([]string{controlPlane}, names...) {
 		w.addMachine(name)
@@ -145,7 +145,7 @@ func (w *world) lead() {
 	require.NoError(w, i.Reflector.FollowNodes(i.Nodes))
 
 	controller, err := lifecycle.New(lifecycle.Config{
-		Client: client{i.Client, w.node(""), w.deleting}, Nodes: nodes{i.Nodes, w}, Inventory: i.Inventory, Recorder: i.Recorder, Clock: w.clock,
+		Client: client{i.Client, w.node(""), w.requesting}, Nodes: nodes{i.Nodes, w}, Inventory: i.Inventory, Recorder: i.Recorder, Clock: w.clock,
 		Settings:  w.inForce,
 		Selected:  func(node *corev1.Node, _ machine.Machine) bool { return node.Labels["unmanaged"] == "" },
 		Absent:    w.whyAbsent,
@@ -229,11 +229,11 @@ func (w *world) discover(nodenames ...string) {
 	}
 }
 
-// deleting calls beforeDelete.
-func (w *world) deleting() {
+// requesting calls the function that is to be called before a request with the verb.
+func (w *world) requesting(verb string) {
 	w.mu.Lock()
-	call := w.beforeDelete
-	w.beforeDelete = nil
+	call := w.before[verb]
+	delete(w.before, verb)
 	w.mu.Unlock()
 
 	if call != nil {
@@ -450,8 +450,8 @@ func (l lister) Get(name string) (*corev1.Node, error) {
 type client struct {
 	kubernetes.Interface
 
-	prefix       string
-	beforeDelete func() // called before a Node is deleted
+	prefix string
+	before func(verb string) // called before a Node is read or deleted
 }
 
 // CoreV1 implements kubernetes.Interface.
@@ -467,18 +467,25 @@ type coreClient struct {
 
 // Nodes implements typedcorev1.NodesGetter.
 func (c coreClient) Nodes() typedcorev1.NodeInterface {
-	return nodeClient{c.CoreV1Interface.Nodes(), c.client.beforeDelete}
+	return nodeClient{c.CoreV1Interface.Nodes(), c.client.before}
 }
 
 type nodeClient struct {
 	typedcorev1.NodeInterface
 
-	beforeDelete func()
+	before func(verb string)
+}
+
+// Get implements typedcorev1.NodeInterface.
+func (c nodeClient) Get(ctx context.Context, name string, options metav1.GetOptions) (*corev1.Node, error) {
+	c.before("get")
+
+	return c.NodeInterface.Get(ctx, name, options)
 }
 
 // Delete implements typedcorev1.NodeInterface.
 func (c nodeClient) Delete(ctx context.Context, name string, options metav1.DeleteOptions) error {
-	c.beforeDelete()
+	c.before("delete")
 
 	return c.NodeInterface.Delete(ctx, name, options)
 }
