@@ -191,6 +191,15 @@ func TestAllocations_RememberOwnWrites(t *testing.T) {
 			s.release("a", "1")
 			s.want(0)
 		}},
+		{"the late result of a write to a deleted Node does not count for the new Node of the same name", func(s *suite) {
+			lost := s.mustAllocate(version("a", "1", 10))
+			s.release("a", "1")
+
+			recreated := version("a", "2", 12)
+			block := s.mustAllocate(recreated)
+			s.confirm(version("a", "1", 11, lost))
+			s.wantResolved(recreated, true, block)
+		}},
 		{"a later version without blocks proves that the write failed", func(s *suite) {
 			s.mustAllocate(version("a", "1", 10))
 			s.wantResolved(version("a", "1", 12), true)
