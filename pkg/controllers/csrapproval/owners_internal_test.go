@@ -10,8 +10,10 @@ import (
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
+	certificatesv1 "k8s.io/api/certificates/v1"
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/client-go/tools/cache"
 	cloudproviderapi "k8s.io/cloud-provider/api"
 	clocktesting "k8s.io/utils/clock/testing"
 
@@ -401,6 +403,21 @@ func TestOwners_RecreatedNode(t *testing.T) {
 	f.clock.Step(retention)
 	f.assertOwned(false, address, "other", recreated)
 	f.assertOwnedByOther(true, address)
+}
+
+// An informer reports a Node that was deleted and re-created between two lists as an update.
+func TestController_ReservesForNodeThatWasReplaced(t *testing.T) {
+	f := newOwnersFixture(t)
+	c := &Controller{owners: f.owners, requests: cache.NewSharedIndexInformer(nil, &certificatesv1.CertificateSigningRequest{}, 0, cache.Indexers{})}
+	old, updated, recreated := withUID(node("other", address), "old"), withUID(node("other", address), "old"), withUID(node("other", "10.0.0.9"), "new")
+
+	c.nodeChanged(nil, old)
+	c.nodeChanged(old, updated)
+	assert.Empty(t, f.reserved)
+
+	c.nodeChanged(updated, recreated)
+	f.assertOwnedByOther(true, address)
+	assert.Equal(t, f.clock.Now().Add(retention), f.until("requesting"))
 }
 
 func TestOwners_ForgetEverything(t *testing.T) {
