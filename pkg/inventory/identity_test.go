@@ -92,6 +92,10 @@ func TestInventory_RenamedToNeedsProof(t *testing.T) {
 			view("old", reached(original, "10.0.0.1")), view("new", reached(original, "10.0.0.2")), unreachable("old"),
 		}, ""},
 		{"responds under two other names", steps{view("old", original), unreachable("old"), view("new", original), view("newer", original)}, ""},
+		// These two connections are to one machine, so its identity remains unambiguous.
+		{"responds under two other names at one address", steps{
+			view("old", original), unreachable("old"), view("new", reached(original, "10.0.0.1")), view("newer", reached(original, "10.0.0.1")),
+		}, ""},
 	} {
 		assert.Equal(t, test.want, newFixture(test.changes...).RenamedTo("old"), test.name)
 	}

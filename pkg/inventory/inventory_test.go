@@ -109,6 +109,7 @@ func TestInventory_GetReturnsTheLastChange(t *testing.T) {
 		{"unreachable from the start", steps{gone}, inventory.Entry{Condition: inventory.Unreachable, Reason: "gone"}},
 		{"reachable again", steps{gone, inA}, inventory.Entry{Machine: a, Condition: inventory.Current, ObservedAt: start}},
 		{"mismatch drops the view", steps{inA, other}, inventory.Entry{Condition: inventory.Mismatch, Reason: "no", SilentSince: start}},
+		{"mismatch after a silence", steps{inA, gone, after(1), other}, inventory.Entry{Condition: inventory.Mismatch, Reason: "no", SilentSince: start}},
 		{"unreachable after mismatch has no view", steps{inA, other, after(1), gone}, inventory.Entry{
 			Condition: inventory.Unreachable, Reason: "gone", SilentSince: start,
 		}},
