@@ -105,6 +105,10 @@ func TestController_RemovesAddressesOfMachinesThatLosePower(t *testing.T) {
 
 	s.inventory.MarkUnreachable("c", "connection timed out")
 	s.await("web", "192.0.2.1", "192.0.2.2", "192.0.2.3") // most machines do not respond
+	s.join("d", "192.0.2.4")
+	s.await("web", "192.0.2.1", "192.0.2.4") // half of the machines respond
+	s.Remove("d")
+	s.await("web", "192.0.2.1", "192.0.2.2", "192.0.2.3")
 	s.respond("c", "192.0.2.3")
 	s.await("web", "192.0.2.1", "192.0.2.3")
 
