@@ -25,16 +25,14 @@ type Extension struct {
 // the extension, such as a machine configuration. The error is an *Error that holds every error, with its position in
 // this file.
 func ParseFile(name string, data []byte, extension Extension) (*Compiled, error) {
-	f := &file{decoder: newDecoder(), extension: extension, lines: strings.Split(string(data), "\n")}
+	f := &file{decoder: newDecoder(), extension: extension}
 	roots := f.load(data)
 
 	var compiled *Compiled
 
-	switch {
-	case slices.ContainsFunc(roots, isDocument):
+	if slices.ContainsFunc(roots, isDocument) {
 		compiled = f.stream(roots)
-	case len(roots) == 1 && f.refuseHelmValues(roots[0]):
-	default:
+	} else {
 		compiled = f.parse(roots)
 	}
 
@@ -52,7 +50,6 @@ type file struct {
 	*decoder
 
 	extension Extension
-	lines     []string
 }
 
 // child returns the value of a key of a mapping; the zero node if there is none.
@@ -72,31 +69,7 @@ func isDocument(n *yaml.Node) bool {
 	return !child(n, "kind").IsZero() || !child(n, "apiVersion").IsZero() || !child(n, "machine").IsZero()
 }
 
-const (
-	extensionKind = "ExtensionServiceConfig"
-	// printFile is the command that prints the configuration file in a ConfigMap.
-	printFile = "kubectl -n kube-system get configmap %s -o jsonpath='{.data.*}' > config.yaml"
-)
-
-// helmKeys are typical keys of Helm values: of the chart of talos-ccm, of the chart of the upstream Talos CCM, and the
-// headings of "helm get values".
-var helmKeys = []string{
-	"config", "image", "enabledControllers", "extraArgs", "features", "daemonSet", "logVerbosityLevel", "USER-SUPPLIED VALUES", "COMPUTED VALUES",
-}
-
-// refuseHelmValues reports the first key that is typical of Helm values, and whether there is one.
-func (f *file) refuseHelmValues(root *yaml.Node) bool {
-	for pair := range slices.Chunk(root.Content, 2) {
-		if key := pair[0]; root.Kind == yaml.MappingNode && slices.Contains(helmKeys, key.Value) {
-			f.report(key, key.Value, "key of Helm values, not of a configuration file; print the file with: "+printFile+
-				`, where NAME is talos-ccm or, for the upstream Talos CCM, talos-cloud-controller-manager`, "NAME")
-
-			return true
-		}
-	}
-
-	return false
-}
+const extensionKind = "ExtensionServiceConfig"
 
 // stream reads the document of the extension, and ignores other documents.
 func (f *file) stream(roots []*yaml.Node) *Compiled {
@@ -120,12 +93,7 @@ func (f *file) stream(roots []*yaml.Node) *Compiled {
 		return f.document(found)
 	}
 
-	i := slices.IndexFunc(roots, func(root *yaml.Node) bool { return child(root, "kind").Value == "ConfigMap" })
-	if i >= 0 {
-		f.report(roots[i], "", "file contains a ConfigMap; print the configuration file in it with: "+printFile, child(child(roots[i], "metadata"), "name").Value)
-	} else {
-		f.report(roots[0], "", "file has no %s document with the name %s", extensionKind, f.extension.Name)
-	}
+	f.report(roots[0], "", "file has no %s document with the name %s, and other kinds are not read", extensionKind, f.extension.Name)
 
 	return nil
 }
@@ -210,8 +178,8 @@ func (f *file) checkEnvironment(variables []string) {
 	}
 }
 
-// embedded reads the configuration file in the text of a node. Positions in a literal block refer to the containing file.
-// Positions in other texts are unknown, because YAML joins their lines.
+// embedded reads the configuration file in the text of a node. Lines in a literal block refer to the containing file.
+// Lines in other texts are unknown, because YAML joins them. Columns are unknown, because YAML removes the indentation.
 func (f *file) embedded(n *yaml.Node) *Compiled {
 	if strings.TrimSpace(n.Value) == "" {
 		f.report(n, "", "configuration file is empty; use {} for the defaults")
@@ -223,28 +191,16 @@ func (f *file) embedded(n *yaml.Node) *Compiled {
 	}
 
 	compiled := d.parse(d.load([]byte(text)))
-	indented := indentation(f.lines[min(n.Line, len(f.lines)):]) - indentation(strings.Split(n.Value, "\n"))
 
 	for _, p := range d.finish() {
-		if !isLiteral {
+		if isLiteral {
+			p.Column = 0
+		} else {
 			p.Line, p.Column, p.Msg = n.Line, n.Column, fmt.Sprintf("%s (in line %d of the text)", p.Msg, p.Line)
-		} else if p.Column > 0 {
-			p.Column += indented
 		}
 
 		f.add(p)
 	}
 
 	return compiled
-}
-
-// indentation returns the number of spaces before the first line that is not blank.
-func indentation(lines []string) int {
-	for _, line := range lines {
-		if trimmed := strings.TrimLeft(line, " "); strings.TrimSpace(trimmed) != "" {
-			return len(line) - len(trimmed)
-		}
-	}
-
-	return 0
 }
