@@ -90,7 +90,7 @@ type Manager struct {
 	preferLocal transport.WrapperFunc
 	// guard stops the requests of the controllers when the lease may have expired; nil without leader election.
 	guard transport.WrapperFunc
-	// earlier are configurations that apply to machines until facts have been read, the newest first.
+	// earlier are previous configurations, the newest first. They apply to machines whose new facts have not been read yet.
 	earlierMu sync.Mutex
 	earlier   []*config.Compiled
 }

@@ -181,7 +181,8 @@ type Pool struct {
 
 // Service configures load balancers by node IP.
 type Service struct {
-	// Default also gives addresses to Services without a `loadBalancerClass`. No other controller may do that.
+	// Default also gives addresses to Services without a `loadBalancerClass`. Enable it only if no other controller
+	// handles such Services.
 	Default bool `json:"default,omitempty"`
 	// Addresses is the type of the Node addresses that Services get. The annotation `talos-ccm.dev/addresses` overrides it.
 	Addresses ServiceAddresses `default:"external, or internal for a Node without external ones" json:"addresses,omitempty" jsonschema:"enum=external,enum=internal"`

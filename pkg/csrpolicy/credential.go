@@ -143,9 +143,9 @@ func (p Pin) Follow(issued []ClientCertificate) Pin {
 	return p
 }
 
-// lost reports whether the kubelet can no longer have the pinned certificate. It does not trust a machine at another
-// address: the kubelet's credentials suffice to have that machine dialed. renewed is the certificate with which the
-// request was made; the zero value if it is not known.
+// lost reports whether the kubelet can no longer have the pinned certificate. Only the machine at the pinned address
+// counts, because a kubelet can change the address that is dialed. renewed is the certificate with which the request was
+// made; the zero value if it is not known.
 func (p Pin) lost(m machine.Machine, renewed ClientCertificate, now time.Time) bool {
 	changed := func(before, after string) bool { return before != "" && after != "" && before != after }
 	volume := Fingerprint(m.EphemeralID)

@@ -122,7 +122,7 @@ const (
 type Evidence struct {
 	// Node is the state of the Node that the request's user names.
 	Node NodeState
-	// MachineState says how far Machine is reliable.
+	// MachineState is the state of the connection to the machine.
 	MachineState MachineState
 	// Machine is the latest view of that Node's machine; the zero value if there is none.
 	Machine machine.Machine
@@ -161,7 +161,7 @@ const (
 
 func (s NodeState) managed() bool { return s == NodeWorker || s == NodeControlPlane }
 
-// MachineState says how far the view of a machine is reliable.
+// MachineState is the state of the connection to a machine.
 type MachineState int
 
 const (

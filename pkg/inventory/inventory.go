@@ -202,8 +202,8 @@ func (i *Inventory) DroppedBy(nameOrAddress, nodename string) (owners []string) 
 }
 
 // Reported returns the names and addresses, in canonical form, that the machine of a Node reported last; none if it has
-// never responded. After Forget, it returns all that the machine has dropped, including what it stopped reporting
-// earlier. Dropped values are purged after Retention, but possibly later.
+// never responded. For a forgotten machine, it returns everything that the machine reported within Retention, and may
+// include older values.
 func (i *Inventory) Reported(nodename string) []string {
 	i.mu.RLock()
 	defer i.mu.RUnlock()

@@ -14,8 +14,8 @@ import (
 	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
 )
 
-// Facts are the facts that a machine is asked for only if the configuration uses them. Each field is a template variable
-// and zero if its kind was not read. Numbers are texts: a machine must not determine how often the loop of a template runs.
+// Facts are optional data, read only if the configuration uses them. Each field is a template variable and zero if its
+// kind was not read. Numbers are strings, so that a machine cannot control the loop of a template.
 type Facts struct {
 	// Addresses are on networks that the machine is attached to: no addresses of pods and Services, virtual IPs or
 	// temporary addresses. Subnets are the subnets of Addresses.

@@ -27,8 +27,8 @@ type Machine struct {
 	// Endpoint is the address at which the machine responds, whatever it reports. On the local machine, whose API is a
 	// socket, it is an address of the Node that the machine has. The zero value is unknown.
 	Endpoint netip.Addr
-	// ControlPlane is true if the machine certainly belongs to the control plane, whatever it reports: it is the local
-	// machine, or responds at an address that no kubelet can write.
+	// ControlPlane is true if the machine is verified to be a control-plane machine: it is the local machine, or responds
+	// at an address that no kubelet can write.
 	ControlPlane bool
 	// EphemeralID is the UUID of the file system or the encrypted volume on the partition EPHEMERAL, on which the
 	// kubelet keeps its certificates. Talos chooses another one whenever it formats the partition. It is empty if there

@@ -333,8 +333,8 @@ var deprecatedLabels = [][2]string{
 	{corev1.LabelInstanceTypeStable, corev1.LabelInstanceType},
 }
 
-// matchDeprecated gives a stable label the value of the deprecated one if rules set only that. It reports deprecated
-// labels to which rules give another value than to the stable one: they get the stable one's.
+// matchDeprecated gives a stable label the value of the deprecated one if rules set only that. A deprecated label always
+// gets the value of the stable one. A rule that sets a different value is reported.
 func matchDeprecated(labels map[string]string, transformed rules.Result) (problems []Problem) {
 	for _, pair := range deprecatedLabels {
 		stable, isSet := labels[pair[0]]

@@ -52,8 +52,8 @@ type State interface {
 	io.Closer
 }
 
-// ControlPlane is the State of a machine that certainly belongs to the control plane: the local machine, or the machine at
-// an address that no kubelet can write.
+// ControlPlane is the State of a verified control-plane machine: the local machine, or the machine at an address that no
+// kubelet can write.
 type ControlPlane struct {
 	State
 

@@ -13,8 +13,8 @@
 // kubelet, or whose Node does not run Talos or is not managed, and it never issues a certificate:
 // kube-controller-manager does.
 //
-// A deletion of a Node leaves no moment without an owner. The controller indexes the Nodes that its event handlers have
-// received, because the informer drops a Node before it calls them, and the inventory counts what it forgets as dropped.
+// Names and addresses keep their owner while a Node is deleted. The controller has an index of Nodes of its own, because
+// the informer removes a Node before it calls the event handlers. The inventory keeps what a forgotten machine reported.
 //
 // Labels of the Node record which client certificate its kubelet has, since the API server forgets requests within about
 // an hour. One watch covers the requests of both signers, so that a client certificate is known before the requests

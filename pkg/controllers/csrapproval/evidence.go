@@ -110,7 +110,8 @@ func (c *Controller) entryFor(nodename string, node *corev1.Node) inventory.Entr
 	return entry
 }
 
-// nodeState calls managed only for Nodes that run Talos. A Node does if its machine responds, whatever its kubelet says.
+// nodeState calls managed only for Nodes that run Talos. A Node whose machine responds runs Talos, even if its kubelet
+// reports another operating system.
 func nodeState(node *corev1.Node, entry inventory.Entry, managed func() bool) csrpolicy.NodeState {
 	switch {
 	case node == nil || node.DeletionTimestamp != nil:

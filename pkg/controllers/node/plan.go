@@ -38,9 +38,9 @@ type plan struct {
 	// apply is true if labels or annotations must be applied. They are complete, and may be empty.
 	apply               bool
 	labels, annotations map[string]string
-	// recordsTaint is true if the labels record a taint as enforced that was not recorded before. Then they must be
-	// applied to this version of the Node: in a later version, the taint may be set by a different client, and the record
-	// would hide that. (A taint that a client adds between this request and the next one is mistaken for an enforced one.)
+	// recordsTaint is true if the labels record a taint as enforced that was not recorded before. The request then carries
+	// the resourceVersion, so that a taint of another client is not recorded. A taint that another client adds before the
+	// next request is still mistaken for an enforced one.
 	recordsTaint bool
 	// addresses replace status.addresses unless nil.
 	addresses []corev1.NodeAddress

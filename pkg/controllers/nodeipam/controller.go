@@ -25,9 +25,9 @@
 //
 // The API server checks a write against one Node, not against all of them, so two leaders that write at the same time
 // could allocate a block twice. A leader stops before its lease expires, and releases the lease only after it has
-// stopped. It never abandons a write. Client and API server limit a write to less time than the lease has left. Each
-// write has therefore succeeded or failed before the next leader lists. A process can still allocate a block twice if it
-// is suspended between its last check of the lease and its write. The next leader reports the overlap on both Nodes.
+// stopped. It waits for every write, and a write times out before the lease can expire. Each write has therefore
+// succeeded or failed before the next leader lists. A process can still allocate a block twice if it is suspended between
+// its last check of the lease and its write. The next leader reports the overlap on both Nodes.
 package nodeipam
 
 import (
