@@ -387,9 +387,9 @@ func (c *Controller) evidence(node *corev1.Node, entry inventory.Entry, h histor
 	return e
 }
 
-// restriction returns why a new Node of the machine would be less restricted: a label or a taint of this Node that its
-// kubelet cannot change, and that no rule sets. spec has what rules set. Taints of machine.nodeTaints count
-// on workers, where the kubelet sets them at registration.
+// restriction names a label or a taint that only an administrator can have set and that a new Node would not have; empty
+// if there is none. spec has the labels and taints of rules. Taints of machine.nodeTaints count on workers, where the
+// kubelet sets them at registration.
 func restriction(node *corev1.Node, spec nodespec.Spec) string {
 	for _, key := range slices.Sorted(maps.Keys(node.Labels)) {
 		domain, _, _ := strings.Cut(key, "/")
@@ -431,14 +431,14 @@ func (v verdict) problems(blocked *events.Problem, silentFor time.Duration) []ev
 	case v.proof == "" && silentFor >= silentPeriod:
 		list = append(list, events.Problem{
 			Reason:  ReasonSilent,
-			Message: "Machine and kubelet have been silent for a day, but nothing proves that the machine is gone; if it is, delete the node; lifecycle.discovery can prove it",
+			Message: "Machine and kubelet have been silent for a day; delete the node if the machine no longer exists, or enable lifecycle.discovery",
 		})
 	}
 
 	if v.proof != "" {
 		list = append(list, events.Problem{
 			Reason: ReasonGone, Subject: string(v.proof),
-			Message: fmt.Sprintf("Machine is gone: %s; the node is deleted if this is still so and the node is not ready for %s", v.message, v.period),
+			Message: fmt.Sprintf("Machine is gone: %s; the node is deleted after %s unless it becomes ready", v.message, v.period),
 		})
 	}
 
@@ -459,7 +459,7 @@ func (c *Controller) blocked(node *corev1.Node, v verdict, s config.CompiledLife
 	if v.doubt != "" {
 		return &events.Problem{
 			Reason:  ReasonDeletionPaused,
-			Message: fmt.Sprintf("Node is not deleted on the word of its machine: %s; if the node can go, run kubectl delete node %s; %s", v.doubt, node.Name, v.message),
+			Message: fmt.Sprintf("Node is not deleted, because only the machine reports that it is gone: %s; to delete it, run kubectl delete node %s; %s", v.doubt, node.Name, v.message),
 		}
 	}
 

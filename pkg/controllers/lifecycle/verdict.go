@@ -64,7 +64,7 @@ type verdict struct {
 	proof   Proof
 	message string
 	period  time.Duration
-	// doubt is why the proof does not suffice: it is the word of the machine alone.
+	// doubt is why the proof does not suffice, if only the machine reports that it is gone; empty if it suffices.
 	doubt string
 }
 
