@@ -79,20 +79,19 @@ type Manager struct {
 	// processID is the lease identity where the machine has no node ID. It outlives the connections to
 	// Kubernetes, so that a lease that could not be released can be renewed.
 	processID string
+	// earlier are previous configurations, the newest first. They apply to machines whose new facts have not been read yet.
+	earlierMu sync.Mutex
+	earlier   []*config.Compiled
+}
 
-	// The fields below belong to the current connection to Kubernetes. connect sets them.
-
+// connection is a connection to Kubernetes and the other machines. It ends when its clients must be recreated.
+type connection struct {
 	creds    talosapi.Credentials
 	config   *cloudconfig.CompletedConfig
 	recorder record.EventRecorder
 	checks   *controllerhealthz.MutableHealthzHandler
-	// preferLocal prefers the API server of the local machine; nil outside Talos.
-	preferLocal transport.WrapperFunc
-	// guard stops the requests of the controllers when the lease may have expired; nil without leader election.
+	// guard stops the requests of the controllers when the lease may have expired; nil before the election and without one.
 	guard transport.WrapperFunc
-	// earlier are previous configurations, the newest first. They apply to machines whose new facts have not been read yet.
-	earlierMu sync.Mutex
-	earlier   []*config.Compiled
 }
 
 // New returns a Manager. The options must be valid.
@@ -220,7 +219,7 @@ func (m *Manager) runOnControlPlane(ctx context.Context, changes <-chan localSta
 }
 
 // connect obtains credentials and serves until ctx ends or the clients must be recreated.
-func (m *Manager) connect(ctx context.Context) (err error) {
+func (m *Manager) connect(ctx context.Context) error {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 
@@ -228,37 +227,36 @@ func (m *Manager) connect(ctx context.Context) (err error) {
 	defer group.Wait()
 	defer cancel()
 
-	var kubeconfig string
-
-	m.creds, kubeconfig = m.credentials(ctx, &group, cancel)
+	creds, kubeconfig, preferLocal := m.credentials(ctx, &group, cancel)
 	if ctx.Err() != nil {
 		return nil
 	}
 
-	m.config, err = m.frameworkConfig(ctx, kubeconfig)
-	if err != nil || m.config == nil {
+	config, err := m.frameworkConfig(ctx, kubeconfig, preferLocal)
+	if err != nil || config == nil {
 		return err
 	}
 
 	// With its default, the recorder would keep 4,096 Events in each of three caches: one for each CSR, and for each Node
 	// that was ever registered.
-	m.config.EventBroadcaster.Shutdown()
-	m.config.EventBroadcaster = record.NewBroadcaster(record.WithContext(ctx), record.WithCorrelatorOptions(record.CorrelatorOptions{LRUCacheSize: 1024}))
+	config.EventBroadcaster.Shutdown()
+	config.EventBroadcaster = record.NewBroadcaster(record.WithContext(ctx), record.WithCorrelatorOptions(record.CorrelatorOptions{LRUCacheSize: 1024}))
 
-	m.recorder = m.config.EventBroadcaster.NewRecorder(scheme.Scheme, corev1.EventSource{Component: component})
-	m.checks = controllerhealthz.NewMutableHealthzHandler()
-	m.guard = nil
+	recorder := config.EventBroadcaster.NewRecorder(scheme.Scheme, corev1.EventSource{Component: component})
 
-	return m.serve(ctx)
+	return m.serve(ctx, connection{creds: creds, config: config, recorder: recorder, checks: controllerhealthz.NewMutableHealthzHandler()})
 }
 
 // credentials waits for credentials and returns the Talos credentials and the path of the kubeconfig, empty for the
-// in-cluster configuration. The renewal runs in group. It calls replaced if the API server endpoint or CA changes.
-func (m *Manager) credentials(ctx context.Context, group *sync.WaitGroup, replaced func()) (talosapi.Credentials, string) {
-	kubeconfig := m.options.Framework.Generic.ClientConnection.Kubeconfig
+// in-cluster configuration. preferLocal prefers the API server of the local machine; it may be nil. The renewal runs in
+// group. It calls replaced if the API server endpoint or CA changes.
+func (m *Manager) credentials(
+	ctx context.Context, group *sync.WaitGroup, replaced func(),
+) (_ talosapi.Credentials, kubeconfig string, preferLocal transport.WrapperFunc) {
+	kubeconfig = m.options.Framework.Generic.ClientConnection.Kubeconfig
 
 	if m.socket == nil {
-		return talosapi.Talosconfig{Path: m.options.Talosconfig}, kubeconfig
+		return talosapi.Talosconfig{Path: m.options.Talosconfig}, kubeconfig, nil
 	}
 
 	// await starts run and returns when run has called ready, or when ctx ends.
@@ -276,7 +274,7 @@ func (m *Manager) credentials(ctx context.Context, group *sync.WaitGroup, replac
 	if kubeconfig == "" {
 		b := bootstrap.New(m.socket.Admin, m.options.RunDir, m.options.needsRBAC, m.clock)
 		b.LocalAPIServer = m.localAPIServer
-		kubeconfig, m.preferLocal = b.Kubeconfig(), b.PreferLocal
+		kubeconfig, preferLocal = b.Kubeconfig(), b.PreferLocal
 
 		await(func(ctx context.Context, ready func()) {
 			b.Run(ctx, ready)
@@ -284,12 +282,12 @@ func (m *Manager) credentials(ctx context.Context, group *sync.WaitGroup, replac
 		})
 	}
 
-	return creds, kubeconfig
+	return creds, kubeconfig, preferLocal
 }
 
 // frameworkConfig builds the configuration of the framework, retrying until the API server answers. In a pod, whose probes
 // use the secure port, it also opens that port and retries until the port is free. It returns nil if ctx ends first.
-func (m *Manager) frameworkConfig(ctx context.Context, kubeconfig string) (config *cloudconfig.CompletedConfig, err error) {
+func (m *Manager) frameworkConfig(ctx context.Context, kubeconfig string, preferLocal transport.WrapperFunc) (config *cloudconfig.CompletedConfig, err error) {
 	if kubeconfig == "" {
 		if _, err := rest.InClusterConfig(); err != nil {
 			return nil, fmt.Errorf("load in-cluster configuration, since --kubeconfig is not set: %w", err)
@@ -301,13 +299,13 @@ func (m *Manager) frameworkConfig(ctx context.Context, kubeconfig string) (confi
 	_ = backoff.Retry(ctx, "API server or secure port not available; retrying", func(context.Context) error {
 		// A failed attempt changes the options, for example it sets the secure port to 0 if the port is in use.
 		framework := m.options.frameworkFor(kubeconfig)
-		framework.Authentication.WithCustomRoundTripper(m.preferLocal)
-		framework.Authorization.WithCustomRoundTripper(m.preferLocal)
+		framework.Authentication.WithCustomRoundTripper(preferLocal)
+		framework.Authorization.WithCustomRoundTripper(preferLocal)
 
 		c, err := framework.Config(m.options.entryNames(), nil, nil, nil, nil)
 		if err == nil {
 			c.Kubeconfig.UserAgent = version.UserAgent()
-			c.Kubeconfig.Wrap(m.preferLocal)
+			c.Kubeconfig.Wrap(preferLocal)
 
 			config = c.Complete()
 
@@ -326,17 +324,17 @@ func (m *Manager) frameworkConfig(ctx context.Context, kubeconfig string) (confi
 
 // serve serves health and metrics until ctx ends. Once a configuration is in force it runs the controllers, with leader
 // election if enabled.
-func (m *Manager) serve(ctx context.Context) error {
+func (m *Manager) serve(ctx context.Context, conn connection) error {
 	// Events have a client of their own, so that they do not compete with the controllers for the rate limit.
-	client, err := m.newClient(nil)
+	client, err := conn.newClient()
 	if err != nil {
 		return err
 	}
 
-	m.config.EventBroadcaster.StartStructuredLogging(4)
-	m.config.EventBroadcaster.StartRecordingToSink(&v1core.EventSinkImpl{Interface: client.CoreV1().Events("")})
+	conn.config.EventBroadcaster.StartStructuredLogging(4)
+	conn.config.EventBroadcaster.StartRecordingToSink(&v1core.EventSinkImpl{Interface: client.CoreV1().Events("")})
 
-	defer m.config.EventBroadcaster.Shutdown()
+	defer conn.config.EventBroadcaster.Shutdown()
 
 	var (
 		stopped <-chan struct{} // closed when the server of a pod has stopped after ctx ended
@@ -348,25 +346,25 @@ func (m *Manager) serve(ctx context.Context) error {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 
-	if m.config.SecureServing != nil {
-		mux := genericcontrollermanager.NewBaseHandler(&m.config.ComponentConfig.Generic.Debugging, m.checks)
-		handler := genericcontrollermanager.BuildHandlerChain(mux, &m.config.Authorization, &m.config.Authentication)
+	if conn.config.SecureServing != nil {
+		mux := genericcontrollermanager.NewBaseHandler(&conn.config.ComponentConfig.Generic.Debugging, conn.checks)
+		handler := genericcontrollermanager.BuildHandlerChain(mux, &conn.config.Authorization, &conn.config.Authentication)
 
 		if m.socket != nil {
-			group.Go(func() { m.serveLater(ctx, handler) })
-		} else if stopped, _, err = m.config.SecureServing.Serve(handler, 0, ctx.Done()); err != nil {
+			group.Go(func() { m.serveLater(ctx, conn, handler) })
+		} else if stopped, _, err = conn.config.SecureServing.Serve(handler, 0, ctx.Done()); err != nil {
 			return fmt.Errorf("serve health and metrics: %w", err)
 		}
 	}
 
-	group.Go(func() { m.reportConfiguration(ctx) })
+	group.Go(func() { m.reportConfiguration(ctx, conn.recorder) })
 
 	switch {
 	case ctx.Err() != nil || !m.store.Await(ctx):
-	case m.config.ComponentConfig.Generic.LeaderElection.LeaderElect:
-		err = m.elect(ctx)
+	case conn.config.ComponentConfig.Generic.LeaderElection.LeaderElect:
+		err = m.elect(ctx, conn)
 	default:
-		err = m.lead(ctx, nil)
+		err = m.lead(ctx, conn, nil)
 	}
 
 	if ctx.Err() != nil && stopped != nil {
@@ -378,7 +376,7 @@ func (m *Manager) serve(ctx context.Context) error {
 
 // serveLater opens the extension's secure port and serves health and metrics until ctx ends. Any pod in the host network
 // can listen on the port before the extension does, so nothing waits for the port.
-func (m *Manager) serveLater(ctx context.Context, handler http.Handler) {
+func (m *Manager) serveLater(ctx context.Context, conn connection, handler http.Handler) {
 	var (
 		stopped    <-chan struct{}
 		isReported bool
@@ -391,8 +389,8 @@ func (m *Manager) serveLater(ctx context.Context, handler http.Handler) {
 
 		err := serving.ApplyTo(&opened)
 		if err == nil {
-			m.config.SecureServing.Listener = serving.Listener
-			stopped, _, err = m.config.SecureServing.Serve(handler, 0, ctx.Done())
+			conn.config.SecureServing.Listener = serving.Listener
+			stopped, _, err = conn.config.SecureServing.Serve(handler, 0, ctx.Done())
 		}
 
 		if err == nil {
@@ -404,7 +402,7 @@ func (m *Manager) serveLater(ctx context.Context, handler http.Handler) {
 		}
 
 		if name := m.localNodename(ctx); name != "" && !isReported {
-			m.recorder.Event(nodeReference(name), corev1.EventTypeWarning, ReasonSecurePortUnavailable,
+			conn.recorder.Event(nodeReference(name), corev1.EventTypeWarning, ReasonSecurePortUnavailable,
 				events.Truncate("Health and metrics are not served until the secure port can be opened: "+err.Error()))
 
 			isReported = true

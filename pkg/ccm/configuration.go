@@ -13,6 +13,7 @@ import (
 
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/client-go/tools/record"
 
 	"github.com/talos-ccm/talos-ccm/pkg/config"
 	"github.com/talos-ccm/talos-ccm/pkg/internal/backoff"
@@ -56,7 +57,7 @@ func NodeOptions(c *config.Compiled, fallback config.ProviderIDFallback) nodespe
 
 // reportConfiguration emits an Event on the local machine's Node when the configuration becomes invalid, and when it
 // becomes valid again. It returns when ctx ends, and emits nothing outside Talos, where there is no such Node.
-func (m *Manager) reportConfiguration(ctx context.Context) {
+func (m *Manager) reportConfiguration(ctx context.Context, recorder record.EventRecorder) {
 	if m.socket == nil {
 		return
 	}
@@ -90,12 +91,12 @@ func (m *Manager) reportConfiguration(ctx context.Context) {
 		switch {
 		case problem == reported || ctx.Err() != nil:
 		case problem == "":
-			m.recorder.Event(node, corev1.EventTypeNormal, ReasonConfigValid, "Configuration is valid again and in force")
+			recorder.Event(node, corev1.EventTypeNormal, ReasonConfigValid, "Configuration is valid again and in force")
 		case m.store.Current() == nil:
-			m.recorder.Event(node, corev1.EventTypeWarning, ReasonConfigInvalid,
+			recorder.Event(node, corev1.EventTypeWarning, ReasonConfigInvalid,
 				events.Truncate("Configuration is invalid and there is no last-known-good configuration; no Node is updated: "+problem))
 		default:
-			m.recorder.Event(node, corev1.EventTypeWarning, ReasonConfigInvalid,
+			recorder.Event(node, corev1.EventTypeWarning, ReasonConfigInvalid,
 				events.Truncate("Configuration is invalid; the last-known-good configuration stays in force: "+problem))
 		}
 

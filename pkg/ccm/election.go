@@ -19,16 +19,16 @@ var errLeaseLost = errors.New("leader election lost")
 
 // elect runs the controllers while it holds the lease. When ctx ends it stops the controllers first and then releases
 // the lease, so that two instances never act at the same time.
-func (m *Manager) elect(ctx context.Context) error {
-	lock, err := m.newLock(ctx)
+func (m *Manager) elect(ctx context.Context, conn connection) error {
+	lock, err := m.newLock(ctx, conn)
 	if err != nil {
 		return err
 	}
 
-	options := m.config.ComponentConfig.Generic.LeaderElection
+	options := conn.config.ComponentConfig.Generic.LeaderElection
 	// The controllers stop after the renew deadline. If they stop too late, their requests fail before the lease expires.
 	validity := (options.RenewDeadline.Duration + options.LeaseDuration.Duration) / 2
-	m.guard = func(next http.RoundTripper) http.RoundTripper { return lock.Guard(validity, next) }
+	conn.guard = func(next http.RoundTripper) http.RoundTripper { return lock.Guard(validity, next) }
 
 	leading := make(chan struct{})
 
@@ -60,7 +60,7 @@ func (m *Manager) elect(ctx context.Context) error {
 
 	select {
 	case <-leading:
-		err = m.lead(ctx, electorStopped)
+		err = m.lead(ctx, conn, electorStopped)
 	case <-electorStopped:
 		err = errLeaseLost
 	case <-ctx.Done():
@@ -81,13 +81,13 @@ func (m *Manager) elect(ctx context.Context) error {
 
 // lead runs the controllers until ctx ends, lost is closed, they fail or use too much memory. It returns when they have
 // stopped, or after stopTimeout.
-func (m *Manager) lead(ctx context.Context, lost <-chan struct{}) (err error) {
+func (m *Manager) lead(ctx context.Context, conn connection, lost <-chan struct{}) (err error) {
 	controlCtx, stop := context.WithCancel(ctx)
 	defer stop()
 
 	done, exceeded := make(chan error, 1), make(chan error, 1)
 
-	go func() { done <- m.control(controlCtx, exceeded) }()
+	go func() { done <- m.control(controlCtx, conn, exceeded) }()
 
 	select {
 	case err = <-done:
@@ -107,15 +107,15 @@ func (m *Manager) lead(ctx context.Context, lost <-chan struct{}) (err error) {
 // newLock returns the lock on the lease. Its requests time out after half of the renew deadline. On Talos the identity is
 // derived from the machine: Talos runs one instance per machine and restarts it, so the holder of a lease that names this
 // machine was an earlier process, and the lease can be renewed without waiting for it to expire.
-func (m *Manager) newLock(ctx context.Context) (*election.Lock, error) {
-	options, identity := m.config.ComponentConfig.Generic.LeaderElection, m.processID
+func (m *Manager) newLock(ctx context.Context, conn connection) (*election.Lock, error) {
+	options, identity := conn.config.ComponentConfig.Generic.LeaderElection, m.processID
 
 	if node := localResource[*cluster.Identity](ctx, m, cluster.LocalIdentity); node != nil && node.TypedSpec().NodeID != "" {
 		identity = component + "_" + node.TypedSpec().NodeID
 	}
 
 	lock, err := resourcelock.NewFromKubeconfig(options.ResourceLock, options.ResourceNamespace, options.ResourceName,
-		resourcelock.ResourceLockConfig{Identity: identity, EventRecorder: m.recorder}, m.config.Kubeconfig, options.RenewDeadline.Duration)
+		resourcelock.ResourceLockConfig{Identity: identity, EventRecorder: conn.recorder}, conn.config.Kubeconfig, options.RenewDeadline.Duration)
 	if err != nil {
 		return nil, fmt.Errorf("create lock on lease %s/%s: %w", options.ResourceNamespace, options.ResourceName, err)
 	}

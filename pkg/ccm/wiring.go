@@ -13,7 +13,6 @@ import (
 	coreinformers "k8s.io/client-go/informers/core/v1"
 	"k8s.io/client-go/kubernetes"
 	"k8s.io/client-go/rest"
-	"k8s.io/client-go/transport"
 	controllerhealthz "k8s.io/controller-manager/pkg/healthz"
 	"k8s.io/klog/v2"
 
@@ -62,6 +61,7 @@ var controllers = []controllerType{
 
 // inputs are the inputs of a controller.
 type inputs struct {
+	conn         connection
 	client       kubernetes.Interface // the controller's own, so that controllers do not share a rate limit
 	nodes        coreinformers.NodeInformer
 	inventory    *inventory.Inventory
@@ -72,20 +72,20 @@ type inputs struct {
 
 // control runs the reflector and the controllers until ctx ends and they have stopped. It sends an error to exceeded if
 // they use too much memory.
-func (m *Manager) control(ctx context.Context, exceeded chan<- error) error {
+func (m *Manager) control(ctx context.Context, conn connection, exceeded chan<- error) error {
 	inv := inventory.New(m.clock.Now)
 	defer countMachines(inv)()
 
-	client, err := m.newClient(m.guard)
+	client, err := conn.newClient()
 	if err != nil {
 		return err
 	}
 
-	resync := m.config.ComponentConfig.Generic.MinResyncPeriod.Duration
+	resync := conn.config.ComponentConfig.Generic.MinResyncPeriod.Duration
 	factory := informers.NewSharedInformerFactoryWithOptions(client, resync, informers.WithTransform(trim))
 	nodes := factory.Core().V1().Nodes()
 
-	dial := m.dialer(ctx, client, nodes)
+	dial := m.dialer(ctx, conn.creds, client, nodes)
 	refl := reflector.New(inv, dial, m.clock)
 	readFacts := func() { m.readFacts(refl) }
 
@@ -98,7 +98,7 @@ func (m *Manager) control(ctx context.Context, exceeded chan<- error) error {
 	}
 
 	readerConfig := controlplane.Config{
-		Kubernetes: m.config.Kubeconfig, Client: client, Nodes: nodes, Dial: dial, Clock: m.clock,
+		Kubernetes: conn.config.Kubeconfig, Client: client, Nodes: nodes, Dial: dial, Clock: m.clock,
 	}
 	if m.socket != nil {
 		readerConfig.LocalState = m.socket.Reader
@@ -119,17 +119,18 @@ func (m *Manager) control(ctx context.Context, exceeded chan<- error) error {
 			continue
 		}
 
-		client, err := m.newClient(m.guard)
+		client, err := conn.newClient()
 		if err != nil {
 			return err
 		}
 
-		ctrl, err := c.construct(m, inputs{client, nodes, inv, refl.Probe, controlPlane, m.podCIDRs})
+		ctrl, err := c.construct(m, inputs{conn, client, nodes, inv, refl.Probe, controlPlane, m.podCIDRs})
 		if err != nil {
 			return fmt.Errorf("create %s: %w", c.name, err)
 		}
 
 		m.start(ctx, &group, c.name, ctrl)
+		conn.checks.AddHealthChecker(controllerhealthz.NamedPingChecker(c.name))
 	}
 
 	group.Go(func() { m.limitMemory(ctx, nodes.Lister(), exceeded) })
@@ -162,13 +163,12 @@ func (m *Manager) start(ctx context.Context, group *sync.WaitGroup, name string,
 	})
 
 	logger.Info("Started controller", "controller", name)
-	m.checks.AddHealthChecker(controllerhealthz.NamedPingChecker(name))
 }
 
-// newClient returns a client with a rate limit of its own. Its requests pass guard, if guard is not nil.
-func (m *Manager) newClient(guard transport.WrapperFunc) (kubernetes.Interface, error) {
-	config := rest.CopyConfig(m.config.Kubeconfig)
-	config.Wrap(guard)
+// newClient returns a client with a rate limit of its own.
+func (c connection) newClient() (kubernetes.Interface, error) {
+	config := rest.CopyConfig(c.config.Kubeconfig)
+	config.Wrap(c.guard)
 
 	client, err := kubernetes.NewForConfig(config)
 	if err != nil {
@@ -180,7 +180,7 @@ func (m *Manager) newClient(guard transport.WrapperFunc) (kubernetes.Interface, 
 
 // dialer dials the local machine over machine.sock, and all others over the network; control-plane machines only at
 // addresses that no kubelet can write.
-func (m *Manager) dialer(ctx context.Context, client kubernetes.Interface, nodes coreinformers.NodeInformer) talosapi.DialFunc {
+func (m *Manager) dialer(ctx context.Context, creds talosapi.Credentials, client kubernetes.Interface, nodes coreinformers.NodeInformer) talosapi.DialFunc {
 	local := m.localNodename(ctx)
 
 	var etcdMembers controlplane.EtcdMembers
@@ -190,7 +190,7 @@ func (m *Manager) dialer(ctx context.Context, client kubernetes.Interface, nodes
 
 	addresses := controlplane.NewAddresses(client, nodes.Lister(), etcdMembers, m.clock)
 	guarded := addresses.Guard(func(ctx context.Context, _ string, addr netip.Addr) (talosapi.State, error) {
-		return talosapi.Dial(ctx, m.creds, addr)
+		return talosapi.Dial(ctx, creds, addr)
 	})
 
 	return func(ctx context.Context, nodename string, addr netip.Addr) (talosapi.State, error) {
@@ -222,7 +222,7 @@ func (m *Manager) newNodeController(in inputs) (controller, error) {
 		Client:    in.client,
 		Nodes:     in.nodes,
 		Inventory: in.inventory,
-		Recorder:  m.recorder,
+		Recorder:  in.conn.recorder,
 		Clock:     m.clock,
 		Options: func(talos machine.Machine) nodespec.Options {
 			options := m.nodeOptions(talos)
@@ -230,7 +230,7 @@ func (m *Manager) newNodeController(in inputs) (controller, error) {
 
 			return options
 		},
-		Workers: int(m.config.ComponentConfig.NodeController.ConcurrentNodeSyncs),
+		Workers: int(in.conn.config.ComponentConfig.NodeController.ConcurrentNodeSyncs),
 	})
 }
 
@@ -241,7 +241,7 @@ func (m *Manager) newLifecycle(in inputs) (controller, error) {
 		Client:    in.client,
 		Nodes:     in.nodes,
 		Inventory: in.inventory,
-		Recorder:  m.recorder,
+		Recorder:  in.conn.recorder,
 		Clock:     m.clock,
 		Settings:  func() config.CompiledLifecycle { return m.settings().Lifecycle },
 		Selected: func(node *corev1.Node, talos machine.Machine) bool {
@@ -293,7 +293,7 @@ func (m *Manager) newCSRApproval(in inputs) (controller, error) {
 		Nodes:     in.nodes,
 		Inventory: in.inventory,
 		Identity:  in.controlPlane.Identity(),
-		Recorder:  m.recorder,
+		Recorder:  in.conn.recorder,
 		Clock:     m.clock,
 		Managed: func(node *corev1.Node, talos machine.Machine) bool {
 			return m.settingsFor(talos).CSRSelector.Matches(nodespec.FactsOf(node, talos))
@@ -322,7 +322,7 @@ func (m *Manager) newNodeIPAM(in inputs) (controller, error) {
 		Nodes:        in.nodes,
 		Inventory:    in.inventory,
 		ControlPlane: in.controlPlane.Network(),
-		Recorder:     m.recorder,
+		Recorder:     in.conn.recorder,
 		Clock:        m.clock,
 		Selector:     func() *rules.Selector { return m.settings().IPAMSelector },
 		Pools:        func() []nodeipam.Pool { return m.settings().Pools },
@@ -336,7 +336,7 @@ func (m *Manager) newService(in inputs) (controller, error) {
 		Client:    in.client,
 		Nodes:     in.nodes,
 		Inventory: in.inventory,
-		Recorder:  m.recorder,
+		Recorder:  in.conn.recorder,
 		Probe:     in.probe,
 		Managed:   m.managed,
 		Options:   func() config.Service { return m.settings().Service },
