@@ -63,8 +63,9 @@ const (
 	maxPerAddress = 4
 	addressTime   = 10 * time.Second
 
-	// shareTime is how long a talosapi.Share must last.
-	shareTime = time.Minute
+	// shortSession is how long a session must last at least. A machine whose sessions are shorter again and again is
+	// dialed less often.
+	shortSession = time.Minute
 
 	backoffFirst = time.Second
 	backoffMax   = time.Minute
@@ -315,14 +316,20 @@ func (t *task) stop() {
 
 // follow connects to the machine at one of its addresses, and reconnects until ctx is done.
 func (r *Reflector) follow(ctx context.Context, nodename string, t *task) {
-	delays := backoff.New(backoffFirst, backoffMax)
+	delays, again := backoff.New(backoffFirst, backoffMax), false
 
 	for ctx.Err() == nil {
-		t.outage.Try(r.clock.Now())
+		started := r.clock.Now()
+		t.outage.Try(started)
 
 		established, err := r.watchAny(ctx, nodename, t)
 		if ctx.Err() != nil {
 			return
+		}
+
+		isShort := r.clock.Since(started) < shortSession
+		if established && !isShort {
+			delays = backoff.New(backoffFirst, backoffMax)
 		}
 
 		var delay time.Duration
@@ -336,8 +343,12 @@ func (r *Reflector) follow(ctx context.Context, nodename string, t *task) {
 
 			klog.FromContext(ctx).V(2).Info("Watches of machine ended; reconnecting", "err", textOf(err))
 
-			delays = backoff.New(backoffFirst, backoffMax)
 			delay = wait.Jitter(reconnectDelay, reconnectJitter)
+			if isShort && again {
+				delay = delays.Step()
+			}
+
+			again = isShort
 		} else {
 			r.report(t.outage.Failed(klog.FromContext(ctx), r.clock.Now()), nodename, err)
 
@@ -438,7 +449,7 @@ func (r *Reflector) watch(ctx context.Context, nodename string, addr netip.Addr,
 	}
 
 	// A long session that has used its share is renewed.
-	if exceeded := share.Err(); exceeded != nil && (!established || r.clock.Since(started) < shareTime) {
+	if exceeded := share.Err(); exceeded != nil && (!established || r.clock.Since(started) < shortSession) {
 		err = exceeded
 	}
 

@@ -514,6 +514,42 @@ func TestReflector_LimitsWhatMachinesOfUnknownNodesSend(t *testing.T) {
 	assert.Equal(t, inventory.Current, track(s.machine("next-3"), false).Condition)
 }
 
+// A handshake costs more than breaking a connection.
+func TestReflector_DialsMachineWithShortSessionsLessOften(t *testing.T) {
+	t.Parallel()
+
+	s, worker := watching(t)
+
+	// reconnect breaks the connections and returns how long the next session takes to begin.
+	reconnect := func() time.Duration {
+		start, before := s.clock.Now(), len(s.views(worker))
+
+		worker.BreakConnections()
+		s.stepUntil("the machine is read again", func() bool { return len(s.views(worker)) > before })
+		s.awaitIdle()
+
+		return s.clock.Since(start)
+	}
+
+	for range 4 {
+		reconnect()
+	}
+
+	assert.GreaterOrEqual(t, reconnect(), 8*time.Second)
+	assert.Empty(t, s.inventory.unreachableMarks(), "the last view stays current")
+
+	// One long session is enough.
+	s.clock.Step(time.Minute)
+	s.awaitIdle()
+
+	before := len(s.views(worker))
+
+	worker.BreakConnections()
+	s.eventually("the next attempt is scheduled", func() bool { return s.clock.Waiters() == 1 })
+	s.clock.Step(time.Second)
+	s.eventually("the machine is read again", func() bool { return len(s.views(worker)) > before })
+}
+
 func TestReflector_ReportsExpiredServerCertificateUntilRenewal(t *testing.T) {
 	t.Parallel()
 
