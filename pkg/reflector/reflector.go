@@ -38,13 +38,13 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/util/wait"
 	coreinformers "k8s.io/client-go/informers/core/v1"
-	"k8s.io/client-go/tools/cache"
 	"k8s.io/klog/v2"
 	"k8s.io/utils/clock"
 
 	"github.com/talos-ccm/talos-ccm/pkg/internal/backoff"
 	"github.com/talos-ccm/talos-ccm/pkg/internal/events"
 	"github.com/talos-ccm/talos-ccm/pkg/internal/metric"
+	"github.com/talos-ccm/talos-ccm/pkg/internal/nodes"
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
 	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
 	"github.com/talos-ccm/talos-ccm/pkg/talosapi"
@@ -156,43 +156,30 @@ func (r *Reflector) Run(ctx context.Context) {
 }
 
 // FollowNodes tracks every Node that reports Talos as its operating system until the Node is deleted.
-func (r *Reflector) FollowNodes(nodes coreinformers.NodeInformer) error {
-	track := func(obj any) {
-		if node, ok := obj.(*corev1.Node); ok && nodespec.IsTalos(node) {
-			r.Track(node.Name, nodespec.DialAddresses(node), nodespec.IsKnown(node))
+func (r *Reflector) FollowNodes(informer coreinformers.NodeInformer) error {
+	_, err := nodes.Watch(informer, func(before, after *corev1.Node) {
+		if after == nil {
+			r.Untrack(before.Name)
+
+			return
 		}
-	}
 
-	_, err := nodes.Informer().AddEventHandler(cache.ResourceEventHandlerFuncs{
-		AddFunc: track,
-		UpdateFunc: func(old, obj any) {
-			r.nodeUpdated(old, obj)
-			track(obj)
-		},
-		DeleteFunc: func(obj any) {
-			if key, err := cache.DeletionHandlingMetaNamespaceKeyFunc(obj); err == nil {
-				r.Untrack(key)
-			}
-		},
+		if before != nil {
+			r.nodeUpdated(before, after)
+		}
+
+		if nodespec.IsTalos(after) {
+			r.Track(after.Name, nodespec.DialAddresses(after), nodespec.IsKnown(after))
+		}
 	})
-	if err != nil {
-		return fmt.Errorf("watch nodes: %w", err)
-	}
 
-	return nil
+	return err
 }
 
-// nodeUpdated untracks a recreated Node, and reconnects if its role has changed, or if it became ready and the last
-// attempt to connect failed.
-func (r *Reflector) nodeUpdated(old, obj any) {
-	before, ok := old.(*corev1.Node)
-	after, isNode := obj.(*corev1.Node)
-
+// nodeUpdated reconnects if the role of the Node has changed, or if it became ready and the last attempt to connect
+// failed.
+func (r *Reflector) nodeUpdated(before, after *corev1.Node) {
 	switch {
-	case !ok || !isNode:
-	case before.UID != after.UID:
-		// An informer reports a Node that was deleted and recreated between two lists as an update.
-		r.Untrack(before.Name)
 	case nodespec.IsControlPlane(before) != nodespec.IsControlPlane(after):
 		r.renew(before.Name, func(*task) bool { return true }) // only a control-plane Node is dialed as one
 	case !nodespec.IsReady(before) && nodespec.IsReady(after):

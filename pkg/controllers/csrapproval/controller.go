@@ -22,6 +22,7 @@
 package csrapproval
 
 import (
+	"cmp"
 	"context"
 	"fmt"
 	"net/netip"
@@ -50,6 +51,7 @@ import (
 
 	"github.com/talos-ccm/talos-ccm/pkg/csrpolicy"
 	"github.com/talos-ccm/talos-ccm/pkg/internal/events"
+	"github.com/talos-ccm/talos-ccm/pkg/internal/nodes"
 	"github.com/talos-ccm/talos-ccm/pkg/internal/queue"
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
@@ -153,46 +155,26 @@ func New(cfg Config) (*Controller, error) {
 		return nil, fmt.Errorf("watch certificate signing requests: %w", err)
 	}
 
-	nodes, err := cfg.Nodes.Informer().AddEventHandler(cache.ResourceEventHandlerFuncs{
-		AddFunc: func(obj any) { c.nodeChanged(nil, obj) }, UpdateFunc: c.nodeChanged, DeleteFunc: c.nodeDeleted,
-	})
+	c.hasNodes, err = nodes.Watch(cfg.Nodes, c.nodeChanged)
 	if err != nil {
-		return nil, fmt.Errorf("watch nodes: %w", err)
+		return nil, err
 	}
 
-	c.hasNodes = nodes.HasSynced
 	c.cfg.Inventory.Subscribe(c.requeueFor)
 	c.cfg.Identity.Subscribe(c.Resync)
 
 	return c, nil
 }
 
-// nodeChanged is the event handler for a Node that was added or updated. before is nil if it was added.
-func (c *Controller) nodeChanged(before, after any) {
-	node, ok := after.(*corev1.Node)
-	if !ok {
-		return
+// nodeChanged is the event handler of Nodes; see nodes.Watch.
+func (c *Controller) nodeChanged(before, after *corev1.Node) {
+	if after == nil {
+		c.owners.reserve(before)
+	} else {
+		c.owners.observe(after)
 	}
 
-	// An informer reports a Node that was deleted and recreated between two lists as an update.
-	if old, isUpdate := before.(*corev1.Node); isUpdate && old.UID != node.UID {
-		c.nodeDeleted(before)
-	}
-
-	c.owners.observe(node)
-	c.requeueFor(node.Name)
-}
-
-// nodeDeleted is the event handler for a Node that was deleted.
-func (c *Controller) nodeDeleted(obj any) {
-	if deleted, ok := obj.(cache.DeletedFinalStateUnknown); ok {
-		obj = deleted.Obj
-	}
-
-	if node, ok := obj.(*corev1.Node); ok {
-		c.owners.reserve(node)
-		c.requeueFor(node.Name)
-	}
+	c.requeueFor(cmp.Or(after, before).Name)
 }
 
 // pendingFor is the index function of indexPending. It returns no name if the request is decided, or was not made by a
@@ -261,8 +243,8 @@ func (c *Controller) warmUp(ctx context.Context) {
 	err := wait.PollUntilContextTimeout(ctx, warmUpInterval, warmUpTimeout, true, func(context.Context) (bool, error) {
 		unknown = nil
 
-		nodes, _ := c.cfg.Nodes.Lister().List(labels.Everything()) // a list from the cache cannot fail
-		for _, node := range nodes {
+		all, _ := c.cfg.Nodes.Lister().List(labels.Everything()) // a list from the cache cannot fail
+		for _, node := range all {
 			if nodespec.IsTalos(node) && c.cfg.Inventory.Get(node.Name).Condition == inventory.Unknown {
 				unknown = append(unknown, node.Name)
 			}

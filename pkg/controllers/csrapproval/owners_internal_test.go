@@ -405,8 +405,7 @@ func TestOwners_RecreatedNode(t *testing.T) {
 	f.assertOwnedByOther(true, address)
 }
 
-// An informer reports a Node that was deleted and re-created between two lists as an update.
-func TestController_ReservesForNodeThatWasReplaced(t *testing.T) {
+func TestController_ReservesForNodeThatWasDeleted(t *testing.T) {
 	f := newOwnersFixture(t)
 	c := &Controller{owners: f.owners, requests: cache.NewSharedIndexInformer(nil, &certificatesv1.CertificateSigningRequest{}, 0, cache.Indexers{})}
 	old, updated, recreated := withUID(node("other", address), "old"), withUID(node("other", address), "old"), withUID(node("other", "10.0.0.9"), "new")
@@ -415,7 +414,8 @@ func TestController_ReservesForNodeThatWasReplaced(t *testing.T) {
 	c.nodeChanged(old, updated)
 	assert.Empty(t, f.reserved)
 
-	c.nodeChanged(updated, recreated)
+	c.nodeChanged(updated, nil)
+	c.nodeChanged(nil, recreated)
 	f.assertOwnedByOther(true, address)
 	assert.Equal(t, f.clock.Now().Add(retention), f.until("requesting"))
 }

@@ -62,6 +62,7 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/config"
 	"github.com/talos-ccm/talos-ccm/pkg/internal/backoff"
 	"github.com/talos-ccm/talos-ccm/pkg/internal/events"
+	"github.com/talos-ccm/talos-ccm/pkg/internal/nodes"
 	"github.com/talos-ccm/talos-ccm/pkg/internal/queue"
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
@@ -193,19 +194,9 @@ func New(cfg Config) (*Controller, error) {
 		deletions: map[types.UID]deletion{},
 	}
 
-	enqueue := func(obj any) {
-		if key, err := cache.DeletionHandlingMetaNamespaceKeyFunc(obj); err == nil {
-			c.queue.Add(key)
-		}
-	}
-
-	_, err := cfg.Nodes.Informer().AddEventHandler(cache.ResourceEventHandlerFuncs{
-		AddFunc:    enqueue,
-		UpdateFunc: func(_, node any) { enqueue(node) },
-		DeleteFunc: enqueue,
-	})
+	_, err := nodes.Watch(cfg.Nodes, func(before, after *corev1.Node) { c.queue.Add(cmp.Or(after, before).Name) })
 	if err != nil {
-		return nil, fmt.Errorf("watch nodes: %w", err)
+		return nil, err
 	}
 
 	cfg.Inventory.Subscribe(c.queue.Add)

@@ -51,6 +51,7 @@ import (
 
 	"github.com/talos-ccm/talos-ccm/pkg/internal/events"
 	"github.com/talos-ccm/talos-ccm/pkg/internal/expectations"
+	"github.com/talos-ccm/talos-ccm/pkg/internal/nodes"
 	"github.com/talos-ccm/talos-ccm/pkg/internal/queue"
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
@@ -164,36 +165,20 @@ func New(cfg Config) (*Controller, error) {
 		return nil, fmt.Errorf("index nodes by providerID: %w", err)
 	}
 
-	_, err = informer.AddEventHandler(cache.ResourceEventHandlerFuncs{
-		AddFunc: c.enqueue,
-		UpdateFunc: func(before, node any) {
-			// An informer reports a Node that was deleted and re-created between two lists as an update.
-			old, isNode := before.(*corev1.Node)
-			if current, ok := node.(*corev1.Node); ok && isNode && old.UID != current.UID {
-				c.queueWaiting(current.Name)
-			} else {
-				c.enqueue(node)
-			}
-		},
-		DeleteFunc: func(node any) {
-			if key, err := cache.DeletionHandlingMetaNamespaceKeyFunc(node); err == nil {
-				c.queueWaiting(key)
-			}
-		},
+	_, err = nodes.Watch(cfg.Nodes, func(before, after *corev1.Node) {
+		if after == nil {
+			c.queueWaiting(before.Name)
+		} else {
+			c.queue.Add(after.Name)
+		}
 	})
 	if err != nil {
-		return nil, fmt.Errorf("watch nodes: %w", err)
+		return nil, err
 	}
 
 	cfg.Inventory.Subscribe(c.queue.Add)
 
 	return c, nil
-}
-
-func (c *Controller) enqueue(obj any) {
-	if node, isNode := obj.(*corev1.Node); isNode {
-		c.queue.Add(node.Name)
-	}
 }
 
 // Resync queues every Node.

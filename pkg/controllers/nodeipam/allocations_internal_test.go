@@ -11,7 +11,6 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
-	"k8s.io/client-go/tools/cache"
 
 	"github.com/talos-ccm/talos-ccm/pkg/cidrset"
 	"github.com/talos-ccm/talos-ccm/pkg/internal/events"
@@ -339,28 +338,8 @@ func TestPodCIDRs_AcceptsSpellingsOfOldClusters(t *testing.T) {
 	assert.Equal(t, prefixes("10.0.4.0/24"), blocks, "podCIDR alone")
 }
 
-// TestNodeDeleted_HandlesMissedDeletions: a deletion that the watch missed releases the blocks.
-func TestNodeDeleted_HandlesMissedDeletions(t *testing.T) {
-	t.Parallel()
-
-	s := newSuite(t)
-	c := &Controller{allocations: s.allocations, reporter: events.New(nil), queue: queue.New(Alias)}
-
-	s.record(version("a", "1", 10, "10.0.1.0/24"))
-	c.nodeDeleted(cache.DeletedFinalStateUnknown{Key: "a", Obj: version("a", "1", 10, "10.0.1.0/24")})
-	s.want(0)
-
-	s.record(version("a", "2", 12, "10.0.1.0/24"))
-
-	for _, obj := range []any{cache.DeletedFinalStateUnknown{Key: "a"}, (*corev1.Pod)(nil), nil} {
-		c.nodeDeleted(obj) // ignored
-	}
-
-	s.want(1)
-}
-
-// TestNodeDeleted_ReleasesOnce: repeated reports of a deletion release a block only once.
-func TestNodeDeleted_ReleasesOnce(t *testing.T) {
+// Repeated reports of a deletion release a block only once.
+func TestNodeChanged_ReleasesOnce(t *testing.T) {
 	t.Parallel()
 
 	s := newSuite(t)
@@ -368,12 +347,11 @@ func TestNodeDeleted_ReleasesOnce(t *testing.T) {
 	a := version("a", "1", 10, "10.0.0.0/24")
 
 	s.record(a)
-	c.nodeDeleted(a)
+	c.nodeChanged(a, nil)
 
 	first := s.mustAllocate(version("b", "2", 12))
 
-	c.nodeDeleted(a)
-	c.nodeDeleted(cache.DeletedFinalStateUnknown{Key: "a", Obj: a})
+	c.nodeChanged(a, nil)
 	assert.NotEqual(t, first, s.mustAllocate(version("c", "3", 14)))
 	s.want(2)
 }

@@ -59,6 +59,7 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/controlplane"
 	"github.com/talos-ccm/talos-ccm/pkg/internal/backoff"
 	"github.com/talos-ccm/talos-ccm/pkg/internal/events"
+	"github.com/talos-ccm/talos-ccm/pkg/internal/nodes"
 	"github.com/talos-ccm/talos-ccm/pkg/internal/queue"
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
 	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
@@ -152,15 +153,13 @@ func New(cfg Config) (*Controller, error) {
 	c := &Controller{cfg: cfg, lister: cfg.Nodes.Lister(), reporter: events.New(cfg.Recorder), queue: queue.New(Alias)}
 	c.allocations = newAllocations(c.Resync)
 
-	registration, err := cfg.Nodes.Informer().AddEventHandler(cache.ResourceEventHandlerFuncs{
-		AddFunc: c.nodeAdded, UpdateFunc: c.nodeUpdated, DeleteFunc: c.nodeDeleted,
-	})
+	// The allocations must contain all Nodes of the cache, so wait for the handler, not only for the informer.
+	synced, err := nodes.Watch(cfg.Nodes, c.nodeChanged)
 	if err != nil {
-		return nil, fmt.Errorf("watch nodes: %w", err)
+		return nil, err
 	}
 
-	// The allocations must contain all Nodes of the cache, so wait for the handler, not only for the informer.
-	c.synced = registration.HasSynced
+	c.synced = synced
 
 	cfg.Inventory.Subscribe(c.machineChanged)
 	cfg.ControlPlane.Subscribe(func() {
@@ -456,23 +455,23 @@ func (c *Controller) cachedNodes() []*corev1.Node {
 	return nodes
 }
 
-func (c *Controller) nodeAdded(obj any) {
-	if node, ok := obj.(*corev1.Node); ok {
-		c.allocations.record(node)
-		c.allocations.reserve("node "+node.Name, hostPrefixes(nodespec.DialAddresses(node)))
-		c.machineChanged(node.Name)
-	}
-}
+// nodeChanged is the event handler of Nodes; see nodes.Watch.
+func (c *Controller) nodeChanged(before, after *corev1.Node) {
+	if after == nil {
+		c.allocations.release(before.Name, before.UID)
+		c.allocations.reserve("node "+before.Name, nil)
+		c.queue.Add(before.Name)
 
-func (c *Controller) nodeUpdated(old, obj any) {
-	before, wasNode := old.(*corev1.Node)
-	node, isNode := obj.(*corev1.Node)
-
-	if wasNode && isNode && before.UID == node.UID && len(before.Spec.PodCIDRs) == 0 && len(node.Spec.PodCIDRs) > 0 {
-		c.detectConflict(node)
+		return
 	}
 
-	c.nodeAdded(obj)
+	if before != nil && len(before.Spec.PodCIDRs) == 0 && len(after.Spec.PodCIDRs) > 0 {
+		c.detectConflict(after)
+	}
+
+	c.allocations.record(after)
+	c.allocations.reserve("node "+after.Name, hostPrefixes(nodespec.DialAddresses(after)))
+	c.machineChanged(after.Name)
 }
 
 // detectConflict records a write of podCIDRs by another client. Writes to two Nodes prove that there is another allocator.
@@ -507,18 +506,6 @@ func (c *Controller) detectConflict(node *corev1.Node) {
 
 	c.conflict.Store(next)
 	c.report(node, next.problem)
-}
-
-func (c *Controller) nodeDeleted(obj any) {
-	if tombstone, ok := obj.(cache.DeletedFinalStateUnknown); ok {
-		obj = tombstone.Obj
-	}
-
-	if node, ok := obj.(*corev1.Node); ok {
-		c.allocations.release(node.Name, node.UID)
-		c.allocations.reserve("node "+node.Name, nil)
-		c.queue.Add(node.Name)
-	}
 }
 
 // machineChanged reserves the addresses of a machine. The inventory calls it before any worker sees the change.
