@@ -288,6 +288,10 @@ func (r *Reader) mergeIdentity() csrpolicy.ClusterIdentity {
 		VIPs:           service.VIPs,
 	}}
 
+	for _, endpoint := range r.endpoints {
+		id.APIServerPorts = append(id.APIServerPorts, int32(endpoint.Port()))
+	}
+
 	report := func(source string, subjects csrpolicy.ClusterSubjects) {
 		id.Reported = append(id.Reported, csrpolicy.Report{Source: source, ClusterSubjects: subjects})
 	}

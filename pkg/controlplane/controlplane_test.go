@@ -418,6 +418,7 @@ func TestReader_ReadsTheCertificatesOfAllEndpoints(t *testing.T) {
 	})
 	wantAll(t, "addresses", id.Stated.APIServerIPs, netip.MustParseAddr("127.0.0.1"), netip.MustParseAddr("192.0.2.4"))
 	assert.NotContains(t, id.Stated.APIServerIPs, ofWorker)
+	wantAll(t, "ports", id.APIServerPorts, 6443)
 
 	second.Close()
 	s.refresh()
@@ -450,6 +451,7 @@ func TestReader_IgnoresEndpointSlicesOfOthers(t *testing.T) {
 	s.refresh()
 
 	assert.NotContains(t, s.identity().Stated.APIServerIPs, netip.MustParseAddr("192.0.2.5"))
+	assert.Empty(t, s.identity().APIServerPorts)
 	assert.Zero(t, dialed.Load(), "connections to its address")
 }
 

@@ -182,6 +182,8 @@ type ClusterIdentity struct {
 	Known bool
 	// Domains are the domains of cluster DNS, such as "cluster.local".
 	Domains []string
+	// APIServerPorts are the TCP ports at which the API servers listen.
+	APIServerPorts []int32
 	// Stated are the subjects that the API server states: in its serving certificate, its Service, its endpoints and the
 	// ServiceCIDRs. Review denies a request of any machine for an address of a Service. It denies a worker's request for
 	// a name or address of the API server, but defers it if the worker reports the address.
