@@ -117,9 +117,9 @@ type Controller struct {
 	synced    []cache.InformerSynced
 	reporter  *events.Reporter
 	queue     queue.Queue
-	// decided are the Services of the last pass. renewals are the last renewals of Leases, by Node. Only the worker uses
-	// them.
-	decided  sets.Set[string]
+	// decided are the Services of the last pass, with their node selectors. renewals are the last renewals of Leases, by
+	// Node. Only the worker uses them.
+	decided  map[string]*nodeSelector
 	renewals map[string]renewal
 }
 
@@ -223,12 +223,7 @@ func (c *Controller) sync(ctx context.Context, key string) error {
 	nodes, _ := c.cfg.Nodes.Lister().List(labels.Everything())
 	services, _ := c.services.List(labels.Everything())
 
-	s := snapshot{services: services, options: c.cfg.Options(), endpoints: func(service *corev1.Service) []*discoveryv1.EndpointSlice {
-		list, _ := c.slices.EndpointSlices(service.Namespace).List(labels.SelectorFromSet(labels.Set{discoveryv1.LabelServiceName: service.Name}))
-
-		return list
-	}}
-
+	s := snapshot{services: services, options: c.cfg.Options(), selectors: c.decided, endpoints: c.endpoints()}
 	machines, silent := 0, 0 // a machine that has not been reached yet is silent
 
 	for _, node := range nodes {
@@ -259,19 +254,34 @@ func (c *Controller) sync(ctx context.Context, key string) error {
 	workqueue.ParallelizeUntil(ctx, writers, len(decisions), func(i int) { errs[i] = c.write(ctx, decisions[i]) })
 
 	before := c.decided
-	c.decided = sets.Set[string]{}
+	c.decided = map[string]*nodeSelector{}
 
 	for _, d := range decisions {
 		name := cache.MetaObjectToName(d.service).String()
 		c.reporter.Report(name, d.service, d.problems...)
-		c.decided.Insert(name)
+		c.decided[name] = d.selector
 	}
 
-	for name := range before.Difference(c.decided) {
+	for name := range sets.KeySet(before).Difference(sets.KeySet(c.decided)) {
 		c.reporter.Forget(name)
 	}
 
 	return errors.Join(errs...)
+}
+
+// endpoints returns a function that returns the EndpointSlices of a Service.
+func (c *Controller) endpoints() func(*corev1.Service) []*discoveryv1.EndpointSlice {
+	list, _ := c.slices.List(labels.Everything())
+	byService := map[cache.ObjectName][]*discoveryv1.EndpointSlice{}
+
+	for _, slice := range list {
+		name := cache.NewObjectName(slice.Namespace, slice.Labels[discoveryv1.LabelServiceName])
+		byService[name] = append(byService[name], slice)
+	}
+
+	return func(service *corev1.Service) []*discoveryv1.EndpointSlice {
+		return byService[cache.MetaObjectToName(service)]
+	}
 }
 
 // checkLeases records renewals. It probes machines that respond as far as is known, and whose kubelets' Leases are overdue.

@@ -14,6 +14,7 @@ import (
 	discoveryv1 "k8s.io/api/discovery/v1"
 	"k8s.io/apimachinery/pkg/labels"
 	"k8s.io/apimachinery/pkg/util/sets"
+	"k8s.io/client-go/tools/cache"
 	"k8s.io/utils/ptr"
 
 	"github.com/talos-ccm/talos-ccm/pkg/cidrset"
@@ -50,10 +51,13 @@ const (
 	// ReasonPortReserved: Talos, Kubernetes or the configuration uses the port; the Service gets no addresses.
 	// Fix: use another port.
 	ReasonPortReserved = "PortReserved"
+	// ReasonTooManyPorts: the Service has more than 1,000 ports; it gets no addresses.
+	// Fix: divide it into several Services.
+	ReasonTooManyPorts = "TooManyPorts"
 	// ReasonUnsupportedProxyMode: kube-proxy uses IPVS on a Node; the addresses of all Services stay.
 	// Fix: set `cluster.proxy.mode: nftables` and reboot.
 	ReasonUnsupportedProxyMode = "UnsupportedProxyMode"
-	// ReasonInvalidAnnotation: an annotation `talos-ccm.dev/…` is invalid; the addresses stay.
+	// ReasonInvalidAnnotation: an annotation `talos-ccm.dev/…` is invalid or too long; the addresses stay.
 	// Fix: correct it.
 	ReasonInvalidAnnotation = "InvalidAnnotation"
 	// ReasonOwnershipConflict: another controller has set the addresses of a Service without a class; the addresses
@@ -62,9 +66,15 @@ const (
 	ReasonOwnershipConflict = "OwnershipConflict"
 )
 
-// maxAddresses limits the addresses of a Service, of all its IP families together. DNS answers and clients can handle
-// as many.
-const maxAddresses = 16
+const (
+	// maxAddresses limits the addresses of a Service, of all its IP families together. DNS answers and clients can handle
+	// as many.
+	maxAddresses = 16
+
+	// Limits of the ports of a Service, and of a node selector in bytes and requirements, are far above use: a user's
+	// Services must not delay those of others.
+	maxPorts, maxSelector, maxRequirements = 1000, 16 << 10, 100
+)
 
 // manages reports whether the controller is responsible for the Service.
 func manages(options config.Service, service *corev1.Service) bool {
@@ -116,22 +126,33 @@ type snapshot struct {
 	// endpoints returns the EndpointSlices of a Service, as trimSlice leaves them.
 	endpoints func(*corev1.Service) []*discoveryv1.EndpointSlice
 	options   config.Service
+	// selectors are the node selectors of the last pass, by Service. They are not parsed again.
+	selectors map[string]*nodeSelector
 
 	// decide sets the following fields.
 
-	// clusterIPs and controlPlane are the addresses of Services and of control-plane machines. A compromised worker can
-	// report any address, but never gets one of these.
-	clusterIPs   sets.Set[string]
-	controlPlane sets.Set[netip.Addr]
+	// eligible are the Nodes that can receive traffic if they are ready.
+	eligible []*candidate
+	// clusterIPs and reserved are the addresses of Services and of control-plane machines. A compromised worker can report
+	// any address, but never gets one of these.
+	clusterIPs sets.Set[string]
+	reserved   sets.Set[netip.Addr]
 	// external limits the external addresses; empty means no limit.
 	external []netip.Prefix
+	// excluded describes how many Nodes have the exclusion label.
+	excluded string
 	// ipvs is the name of a Node, eligible or not, on which kube-proxy uses IPVS. With the addresses of other Nodes on its
 	// link, a Node could not reach them.
 	ipvs string
-	// excluded describes how many Nodes have the exclusion label.
-	excluded string
-	// taken are the older Services that have an address and port. A node port has the zero Addr.
-	taken map[socket]*corev1.Service
+	// nodePorts are the older Services that have a node port, and taken those that have a port on addresses.
+	nodePorts map[port]*corev1.Service
+	taken     map[port][]decision
+}
+
+// nodeSelector is a parsed AnnotationNodeSelector. The problem is empty if it is valid.
+type nodeSelector struct {
+	labels.Selector
+	text, problem string
 }
 
 // candidate is a Node and its machine.
@@ -142,11 +163,24 @@ type candidate struct {
 	managed bool
 	// leaving is true if the machine has announced that it stops serving, or has probably lost power.
 	leaving bool
+	// addresses are those that Services can have. decide sets them.
+	addresses []address
+}
+
+// address is an address of a Node.
+type address struct {
+	ip   netip.Addr
+	text string
+	kind corev1.NodeAddressType
+	// isPublishable is false if only a Service that has the address already can have it.
+	isPublishable bool
+	// rank orders the addresses that a Service can have.
+	rank string
 }
 
 // filter returns the Nodes to keep.
-func filter(nodes []candidate, keep func(candidate) bool) []candidate {
-	return slices.DeleteFunc(slices.Clone(nodes), func(c candidate) bool { return !keep(c) })
+func filter(nodes []*candidate, keep func(*candidate) bool) []*candidate {
+	return slices.DeleteFunc(slices.Clone(nodes), func(c *candidate) bool { return !keep(c) })
 }
 
 // statusManagers returns the field managers of the Service's status. They contain FieldManager if the controller has
@@ -164,6 +198,7 @@ func statusManagers(service *corev1.Service) sets.Set[string] {
 type decision struct {
 	service  *corev1.Service
 	ingress  []corev1.LoadBalancerIngress
+	selector *nodeSelector // nil if the Service is no longer managed
 	problems []events.Problem
 }
 
@@ -172,12 +207,6 @@ func (d decision) report(reason, format string, args ...any) decision {
 	d.problems = append(d.problems, events.Problem{Reason: reason, Message: fmt.Sprintf(format, args...)})
 
 	return d
-}
-
-// socket is an address and a port, which only one Service can have.
-type socket struct {
-	address netip.Addr
-	port
 }
 
 // decide decides about all managed Services, and about those that are no longer managed. Older Services come first: of
@@ -196,18 +225,15 @@ func (s snapshot) decide() (decisions []decision) {
 			decisions = append(decisions, d)
 		}
 
+		s.nodePorts[port{corev1.ProtocolTCP, service.Spec.HealthCheckNodePort}] = service // 0 means none, and is no port of a Service
+
 		for _, p := range service.Spec.Ports {
-			s.taken[socket{port: port{p.Protocol, p.NodePort}}] = service
-		}
+			if p.NodePort != 0 {
+				s.nodePorts[port{p.Protocol, p.NodePort}] = service
+			}
 
-		s.taken[socket{port: port{corev1.ProtocolTCP, service.Spec.HealthCheckNodePort}}] = service
-
-		for _, ingress := range d.ingress {
-			address, err := netip.ParseAddr(ingress.IP)
-			for _, p := range service.Spec.Ports {
-				if err == nil {
-					s.taken[socket{address, port{p.Protocol, p.Port}}] = service
-				}
+			if key := (port{p.Protocol, p.Port}); len(d.ingress) > 0 {
+				s.taken[key] = append(s.taken[key], d)
 			}
 		}
 	}
@@ -215,10 +241,11 @@ func (s snapshot) decide() (decisions []decision) {
 	return decisions
 }
 
-// prepare sorts the Services by age, removes the Nodes that are not eligible, and sets the derived fields.
+// prepare sorts the Services by age, and sets the derived fields.
 func (s *snapshot) prepare() {
 	s.external, _ = cidrset.ParsePrefixes(s.options.ExternalCIDRs) // validated
-	s.clusterIPs, s.controlPlane, s.taken = sets.Set[string]{}, sets.Set[netip.Addr]{}, map[socket]*corev1.Service{}
+	s.clusterIPs, s.reserved = sets.Set[string]{}, sets.Set[netip.Addr]{}
+	s.nodePorts, s.taken = map[port]*corev1.Service{}, map[port][]decision{}
 	s.services = slices.SortedFunc(slices.Values(s.services), func(a, b *corev1.Service) int {
 		return cmp.Or(a.CreationTimestamp.Compare(b.CreationTimestamp.Time), cmp.Compare(a.Namespace, b.Namespace), cmp.Compare(a.Name, b.Name))
 	})
@@ -228,38 +255,47 @@ func (s *snapshot) prepare() {
 	}
 
 	for _, c := range s.nodes {
-		if slices.ContainsFunc(c.entry.Machine.Addresses, func(a machine.Address) bool { return a.Link == machine.LinkIPVS }) {
-			s.ipvs = c.node.Name
-		}
-
 		if nodespec.IsControlPlane(c.node) {
 			for _, a := range c.entry.Last.Addresses {
-				s.controlPlane.Insert(a.Prefix.Addr().Unmap())
+				s.reserved.Insert(a.Prefix.Addr().Unmap())
 			}
 		}
 	}
 
-	s.excluded = fmt.Sprintf("%d of %d Nodes have the label %s", len(filter(s.nodes, candidate.excluded)), len(s.nodes), corev1.LabelNodeExcludeBalancers)
-	s.nodes = filter(s.nodes, candidate.eligible)
+	for _, c := range s.nodes {
+		if slices.ContainsFunc(c.entry.Machine.Addresses, func(a machine.Address) bool { return a.Link == machine.LinkIPVS }) {
+			s.ipvs = c.node.Name
+		}
+
+		s.setAddresses(&c)
+		s.eligible = append(s.eligible, &c)
+	}
+
+	s.excluded = fmt.Sprintf("%d of %d Nodes have the label %s", len(filter(s.eligible, (*candidate).excluded)), len(s.nodes), corev1.LabelNodeExcludeBalancers)
+	s.eligible = filter(s.eligible, (*candidate).eligible)
 }
 
 // decideOne decides about a managed Service.
 func (s snapshot) decideOne(service *corev1.Service) decision {
-	d := decision{service: service, ingress: service.Status.LoadBalancer.Ingress}
-	r, invalid := s.parseRequest(service)
+	d, present := decision{service: service, selector: s.selectorOf(service)}, service.Status.LoadBalancer.Ingress
 
-	switch managers := statusManagers(service); {
-	case s.ipvs != "":
+	if s.ipvs != "" {
+		d.ingress = present
+
 		return d.report(ReasonUnsupportedProxyMode,
 			"kube-proxy on Node %s uses IPVS, which is not supported (link %s); use nftables, and restart the machine", s.ipvs, machine.LinkIPVS)
-	case service.Spec.LoadBalancerClass == nil && len(d.ingress) > 0 && !managers.Has(FieldManager):
-		return d.report(ReasonOwnershipConflict,
-			"The addresses were set by another controller (%s); set spec.loadBalancerClass, so that only one of them manages the Service", strings.Join(sets.List(managers), ", "))
-	case invalid != "":
-		return d.report(ReasonInvalidAnnotation, "%s", invalid)
 	}
 
-	d.ingress = nil
+	if managers := statusManagers(service); service.Spec.LoadBalancerClass == nil && len(present) > 0 && !managers.Has(FieldManager) {
+		d.ingress = present
+
+		return d.report(ReasonOwnershipConflict,
+			"The addresses were set by another controller (%s); set spec.loadBalancerClass, so that only one of them manages the Service", strings.Join(sets.List(managers), ", "))
+	}
+
+	if count := len(service.Spec.Ports); count > maxPorts {
+		return d.report(ReasonTooManyPorts, "The Service has %d ports, and at most %d are supported; divide it into several Services", count, maxPorts)
+	}
 
 	for _, p := range service.Spec.Ports {
 		key := port{p.Protocol, p.Port}
@@ -272,13 +308,50 @@ func (s snapshot) decideOne(service *corev1.Service) decision {
 		if user != "" {
 			return d.report(ReasonPortReserved, "Port %s is reserved for %s; use another port", key, user)
 		}
+
+		if older := s.nodePorts[key]; older != nil {
+			return d.report(ReasonPortConflict, "Port %s is a node port of the older %s; use another port", key, describe(older))
+		}
 	}
 
-	if other, key := s.owner(service, netip.Addr{}); other != "" {
-		return d.report(ReasonPortConflict, "Port %s is a node port of the older %s; use another port", key, other)
+	r, invalid := s.requestOf(d)
+	if invalid != "" {
+		d.ingress = present
+
+		return d.report(ReasonInvalidAnnotation, "%s", invalid)
 	}
 
 	return s.choose(d, r)
+}
+
+func describe(service *corev1.Service) string {
+	name := fmt.Sprintf("Service %s/%s", service.Namespace, service.Name)
+	if service.DeletionTimestamp != nil {
+		name += ", which is being deleted and waits for its finalizers: " + strings.Join(service.Finalizers, ", ")
+	}
+
+	return name
+}
+
+// selectorOf returns the node selector of a Service, which is parsed once.
+func (s snapshot) selectorOf(service *corev1.Service) *nodeSelector {
+	n := &nodeSelector{text: service.Annotations[AnnotationNodeSelector]}
+	if before := s.selectors[cache.MetaObjectToName(service).String()]; before != nil && before.text == n.text {
+		return before
+	} else if len(n.text) > maxSelector {
+		n.problem = fmt.Sprintf("is longer than %d bytes", maxSelector)
+
+		return n
+	}
+
+	var err error
+	if n.Selector, err = labels.Parse(n.text); err != nil {
+		n.problem = fmt.Sprintf("is not a label selector: %v", err)
+	} else if requirements, _ := n.Requirements(); len(requirements) > maxRequirements {
+		n.problem = fmt.Sprintf("has more than %d requirements", maxRequirements)
+	}
+
+	return n
 }
 
 // request contains what a Service requires of Nodes.
@@ -286,8 +359,12 @@ type request struct {
 	// nodes match the node selector. They are ready, unless no managed one is: then the kubelets probably cannot reach the
 	// API server, and kube-proxy still forwards traffic to the published addresses. kube-controller-manager does not evict
 	// pods in this case, either.
-	nodes []candidate
+	nodes []*candidate
 	types []corev1.NodeAddressType
+	// present are the addresses that the Service has.
+	present sets.Set[string]
+	// conflicts describe the ports that older Services have, by address.
+	conflicts map[string]string
 	// serving contains FAMILY/NODE for each Node with ready endpoints; nil without externalTrafficPolicy: Local. If no Node
 	// is ready, neither are the endpoints, and it is nil, too.
 	serving sets.Set[string]
@@ -300,29 +377,30 @@ var addressTypes = map[config.ServiceAddresses][]corev1.NodeAddressType{
 	config.AddressesInternal: {corev1.NodeInternalIP},
 }
 
-// parseRequest returns the request of a Service. The problem is empty if the annotations are valid.
-func (s snapshot) parseRequest(service *corev1.Service) (r request, problem string) {
-	selector, err := labels.Parse(service.Annotations[AnnotationNodeSelector])
-	if err != nil {
-		return r, fmt.Sprintf("Annotation %s is not a label selector: %v", AnnotationNodeSelector, err)
+// requestOf returns the request of a Service. The problem is empty if the annotations are valid.
+func (s snapshot) requestOf(d decision) (r request, problem string) {
+	if d.selector.problem != "" {
+		return r, fmt.Sprintf("Annotation %s %s", AnnotationNodeSelector, d.selector.problem)
 	}
 
-	addresses := s.options.Addresses
+	service := d.service
+
+	setting := s.options.Addresses
 	if value, found := service.Annotations[AnnotationAddresses]; found {
-		addresses = config.ServiceAddresses(value)
+		setting = config.ServiceAddresses(value)
 	}
 
-	r = request{types: addressTypes[addresses]}
+	r = request{types: addressTypes[setting], present: sets.New(addresses(service.Status.LoadBalancer.Ingress)...), conflicts: s.conflicts(service)}
 	if r.types == nil {
-		return r, fmt.Sprintf("Annotation %s is %.80q; use %q or %q", AnnotationAddresses, addresses, config.AddressesExternal, config.AddressesInternal)
+		return r, fmt.Sprintf("Annotation %s is %.80q; use %q or %q", AnnotationAddresses, setting, config.AddressesExternal, config.AddressesInternal)
 	}
 
-	r.nodes = filter(s.nodes, func(c candidate) bool { return selector.Matches(labels.Set(c.node.Labels)) })
-	if slices.ContainsFunc(r.nodes, candidate.inUse) {
-		r.nodes = filter(r.nodes, candidate.ready)
+	r.nodes = filter(s.eligible, func(c *candidate) bool { return d.selector.Matches(labels.Set(c.node.Labels)) })
+	if slices.ContainsFunc(r.nodes, (*candidate).inUse) {
+		r.nodes = filter(r.nodes, (*candidate).ready)
 	}
 
-	if service.Spec.ExternalTrafficPolicy == corev1.ServiceExternalTrafficPolicyLocal && (len(r.nodes) == 0 || slices.ContainsFunc(r.nodes, candidate.ready)) {
+	if service.Spec.ExternalTrafficPolicy == corev1.ServiceExternalTrafficPolicyLocal && (len(r.nodes) == 0 || slices.ContainsFunc(r.nodes, (*candidate).ready)) {
 		r.serving = sets.Set[string]{}
 
 		for _, slice := range s.endpoints(service) {
@@ -335,8 +413,32 @@ func (s snapshot) parseRequest(service *corev1.Service) (r request, problem stri
 	return r, ""
 }
 
+// conflicts describes the ports of the Service that older Services have, by address. A Service has at most 16 addresses, so
+// this takes no longer with more Nodes.
+func (s snapshot) conflicts(service *corev1.Service) map[string]string {
+	conflicts, seen := map[string]string{}, sets.Set[*corev1.Service]{}
+
+	for _, p := range service.Spec.Ports {
+		key := port{p.Protocol, p.Port}
+
+		for _, older := range s.taken[key] {
+			if seen.Has(older.service) {
+				continue
+			}
+
+			seen.Insert(older.service)
+
+			for _, ingress := range older.ingress {
+				conflicts[ingress.IP] = fmt.Sprintf("%s on %s (%s)", key, ingress.IP, describe(older.service))
+			}
+		}
+	}
+
+	return conflicts
+}
+
 // serves reports whether the Node receives traffic of the IP family.
-func (r request) serves(c candidate, family corev1.IPFamily) bool {
+func (r request) serves(c *candidate, family corev1.IPFamily) bool {
 	return r.serving == nil || r.serving.Has(string(family)+"/"+c.node.Name)
 }
 
@@ -356,31 +458,36 @@ func (s snapshot) choose(d decision, r request) decision {
 
 		// In ascending order: once the limit is reached, a new Node changes nothing.
 		free = free[:min(limit, len(free))]
-		slices.SortFunc(free, netip.Addr.Compare)
+		slices.SortFunc(free, func(a, b address) int { return a.ip.Compare(b.ip) })
 
-		for _, address := range free {
-			d.ingress = append(d.ingress, corev1.LoadBalancerIngress{IP: address.String(), IPMode: ptr.To(corev1.LoadBalancerIPModeVIP)})
+		for _, a := range free {
+			d.ingress = append(d.ingress, corev1.LoadBalancerIngress{IP: a.text, IPMode: ptr.To(corev1.LoadBalancerIPModeVIP)})
 		}
 	}
 
 	// A ready Node may get addresses when its machine responds.
-	isPending := func(c candidate) bool { return c.ready() && c.entry.Condition == inventory.Unknown }
+	isPending := func(c *candidate) bool { return c.ready() && c.entry.Condition == inventory.Unknown }
 
 	switch {
 	case len(conflicts) > 0:
 		return d.report(ReasonPortConflict, "Addresses omitted because of a port that an older Service has: %s", strings.Join(conflicts, "; "))
-	case len(d.ingress) > 0 && !slices.ContainsFunc(r.nodes, candidate.ready):
+	case len(d.ingress) > 0 && !slices.ContainsFunc(r.nodes, (*candidate).ready):
 		return d.report(ReasonNodesNotReady, "None of the %d Nodes that can receive traffic is ready; the Service keeps their addresses until one is; check their kubelets", len(r.nodes))
-	case len(d.ingress) > 0, slices.ContainsFunc(s.nodes, isPending):
+	case len(d.ingress) > 0, slices.ContainsFunc(s.eligible, isPending):
 		return d
 	}
 
-	nodes := filter(r.nodes, candidate.inUse)
+	return s.explain(d, r)
+}
+
+// explain reports why no Node can receive the traffic of a Service.
+func (s snapshot) explain(d decision, r request) decision {
+	families, nodes := d.service.Spec.IPFamilies, filter(r.nodes, (*candidate).inUse)
 	message := fmt.Sprintf("%d Nodes are managed, eligible and ready (%s), and %d of these match the node selector",
-		len(filter(s.nodes, candidate.inUse)), s.excluded, len(nodes))
+		len(filter(s.eligible, (*candidate).inUse)), s.excluded, len(nodes))
 
 	if r.serving != nil {
-		nodes = filter(nodes, func(c candidate) bool {
+		nodes = filter(nodes, func(c *candidate) bool {
 			return slices.ContainsFunc(families, func(f corev1.IPFamily) bool { return r.serves(c, f) })
 		})
 		message += fmt.Sprintf("; %d of these have a ready endpoint (externalTrafficPolicy: Local)", len(nodes))
@@ -398,9 +505,9 @@ func (s snapshot) choose(d decision, r request) decision {
 }
 
 // available returns what availableOn returns. Machines that leave serve only as long as there is no other address.
-func (s snapshot) available(service *corev1.Service, r request, family corev1.IPFamily) (free []netip.Addr, refused []string) {
+func (s snapshot) available(service *corev1.Service, r request, family corev1.IPFamily) (free []address, refused []string) {
 	staying := r
-	staying.nodes = filter(r.nodes, func(c candidate) bool { return !c.leaving })
+	staying.nodes = filter(r.nodes, func(c *candidate) bool { return !c.leaving })
 
 	if free, refused = s.availableOn(service, staying, family); len(free) > 0 {
 		return free, refused
@@ -412,89 +519,87 @@ func (s snapshot) available(service *corev1.Service, r request, family corev1.IP
 // availableOn returns the addresses of one IP family that the Service can have, the best first, and a description of each
 // address that it would have without an older Service. The addresses that the Service has are the best. The others are
 // in an order that differs between Services, so that Services spread over the Nodes.
-func (s snapshot) availableOn(service *corev1.Service, r request, family corev1.IPFamily) (free []netip.Addr, refused []string) {
-	ranks, present := map[netip.Addr]string{}, addresses(service.Status.LoadBalancer.Ingress)
+func (s snapshot) availableOn(service *corev1.Service, r request, family corev1.IPFamily) (free []address, refused []string) {
+	seen := make(sets.Set[string], len(r.nodes))
 
 	for _, c := range r.nodes {
-		address := s.addressOf(c, family, r.types, present)
-		if _, isRanked := ranks[address]; isRanked || !address.IsValid() || !r.serves(c, family) {
+		a := r.addressOf(c, family)
+		if a.text == "" || seen.Has(a.text) || !r.serves(c, family) {
 			continue
 		}
 
-		ranks[address] = ""
+		seen.Insert(a.text)
 
-		if !slices.Contains(present, address.String()) {
+		if !r.present.Has(a.text) {
 			sum := sha256.Sum256([]byte(string(service.UID) + "/" + c.node.Name))
-			ranks[address] = string(sum[:])
+			a.rank = string(sum[:])
 		}
 
-		if other, key := s.owner(service, address); other != "" {
-			refused = append(refused, fmt.Sprintf("%s on %s (%s)", key, address, other))
+		if conflict := r.conflicts[a.text]; conflict != "" {
+			refused = append(refused, conflict)
 		} else {
-			free = append(free, address)
+			free = append(free, a)
 		}
 	}
 
-	slices.SortFunc(free, func(a, b netip.Addr) int { return cmp.Or(cmp.Compare(ranks[a], ranks[b]), a.Compare(b)) })
+	slices.SortFunc(free, func(a, b address) int { return cmp.Or(cmp.Compare(a.rank, b.rank), a.ip.Compare(b.ip)) })
 
 	return free, refused
 }
 
-// owner describes the older Service that has a port of the Service on the address, if any, and returns the port.
-func (s snapshot) owner(service *corev1.Service, address netip.Addr) (string, port) {
-	for _, p := range service.Spec.Ports {
-		key := port{p.Protocol, p.Port}
-		if other := s.taken[socket{address, key}]; other != nil && other.DeletionTimestamp != nil {
-			return fmt.Sprintf("Service %s/%s, which is being deleted and waits for its finalizers: %s", other.Namespace, other.Name, strings.Join(other.Finalizers, ", ")), key
-		} else if other != nil {
-			return fmt.Sprintf("Service %s/%s", other.Namespace, other.Name), key
+// setAddresses determines the addresses of the Node that Services can have. What the Node lists is no proof, because its
+// kubelet can write it: the machine must have the address, and on a link. If a cloud translates the address (1:1 NAT), the
+// packets arrive with another destination, and kube-proxy does not serve them. A Service keeps a present address
+//   - until the machine has responded, which takes a moment after a leader change;
+//   - while the Node is not ready. It gets no new address of such a Node: the machine may be shut down.
+func (s snapshot) setAddresses(c *candidate) {
+	onLinks := sets.Set[netip.Addr]{}
+
+	for _, a := range c.entry.Machine.Addresses {
+		if a.Link != machine.LinkExternal {
+			onLinks.Insert(a.Prefix.Addr().Unmap())
 		}
 	}
 
-	return "", port{}
+	for _, listed := range c.node.Status.Addresses {
+		ip, err := netip.ParseAddr(listed.Address)
+		a := address{ip: ip.Unmap(), text: ip.Unmap().String(), kind: listed.Type}
+
+		switch {
+		case err != nil, !ip.IsGlobalUnicast(), !s.mayPublish(c, a):
+		case c.entry.ObservedAt.IsZero():
+			c.addresses = append(c.addresses, a)
+		case c.managed && onLinks.Has(a.ip):
+			a.isPublishable = c.ready()
+			c.addresses = append(c.addresses, a)
+		}
+	}
 }
 
-// mayServe reports whether a Service can have the address of the Node. The addresses of the Node are no proof, because
-// its kubelet can write them: the machine must have the address, and on a link. If a cloud translates the address (1:1
-// NAT), the packets arrive with another destination, and kube-proxy does not serve them. A Service keeps a present address
-//   - until the machine has responded, which takes a moment after a leader change;
-//   - while the Node is not ready. It gets no new address of such a Node: the machine may be shut down.
-func (s snapshot) mayServe(c candidate, address netip.Addr, present bool) bool {
-	switch {
-	case s.clusterIPs.Has(address.String()), s.controlPlane.Has(address) && !nodespec.IsControlPlane(c.node):
-		return false // reserved, although its machine may report it
-	case c.entry.ObservedAt.IsZero():
-		return present
-	default:
-		return c.managed && (present || c.ready()) && slices.ContainsFunc(c.entry.Machine.Addresses, func(a machine.Address) bool {
-			return a.Link != machine.LinkExternal && a.Prefix.Addr().Unmap() == address
-		})
-	}
+// mayPublish reports whether an address is allowed by the configuration, and not reserved although the machine of a worker
+// may report it.
+func (s snapshot) mayPublish(c *candidate, a address) bool {
+	contains := func(cidr netip.Prefix) bool { return cidr.Contains(a.ip) }
+	isForeign := a.kind == corev1.NodeExternalIP && len(s.external) > 0 && !slices.ContainsFunc(s.external, contains)
+
+	return !isForeign && !s.clusterIPs.Has(a.text) && (!s.reserved.Has(a.ip) || nodespec.IsControlPlane(c.node))
 }
 
 // addressOf returns the first address of the Node in the IP family that a Service can have, if any. Earlier types are
 // preferred. All addresses of a Node lead to the same machine, so one is enough.
-func (s snapshot) addressOf(c candidate, family corev1.IPFamily, types []corev1.NodeAddressType, present []string) netip.Addr {
-	for _, t := range types {
-		for _, a := range c.node.Status.Addresses {
-			ip, err := netip.ParseAddr(a.Address)
-			if a.Type != t || err != nil || !ip.IsGlobalUnicast() || ip.Unmap().Is4() != (family == corev1.IPv4Protocol) {
-				continue
-			}
-
-			ip = ip.Unmap()
-			isAllowed := t != corev1.NodeExternalIP || len(s.external) == 0 || slices.ContainsFunc(s.external, func(cidr netip.Prefix) bool { return cidr.Contains(ip) })
-
-			if isAllowed && s.mayServe(c, ip, slices.Contains(present, ip.String())) {
-				return ip
+func (r request) addressOf(c *candidate, family corev1.IPFamily) address {
+	for _, t := range r.types {
+		for _, a := range c.addresses {
+			if a.kind == t && a.ip.Is4() == (family == corev1.IPv4Protocol) && (a.isPublishable || r.present.Has(a.text)) {
+				return a
 			}
 		}
 	}
 
-	return netip.Addr{}
+	return address{}
 }
 
-func (c candidate) ready() bool { return nodespec.IsReady(c.node) }
+func (c *candidate) ready() bool { return nodespec.IsReady(c.node) }
 
 // announced are the stages in which a machine stops serving.
 var announced = sets.New(runtime.MachineStageRebooting, runtime.MachineStageUpgrading, runtime.MachineStageShuttingDown, runtime.MachineStageResetting)
@@ -511,10 +616,10 @@ func (r renewal) isDown(entry inventory.Entry) bool {
 }
 
 // inUse reports whether the Node is managed and ready.
-func (c candidate) inUse() bool { return c.managed && c.ready() }
+func (c *candidate) inUse() bool { return c.managed && c.ready() }
 
 // excluded reports whether the Node has the exclusion label, with any value.
-func (c candidate) excluded() bool {
+func (c *candidate) excluded() bool {
 	_, found := c.node.Labels[corev1.LabelNodeExcludeBalancers]
 
 	return found
@@ -522,7 +627,7 @@ func (c candidate) excluded() bool {
 
 // eligible reports whether the Node can receive traffic if it is ready. The conditions are those of
 // k8s.io/cloud-provider/controllers/service. The Node must also be initialized, because its addresses are not final before.
-func (c candidate) eligible() bool {
+func (c *candidate) eligible() bool {
 	return !nodespec.IsScaledDown(c.node) && !c.excluded() && c.node.DeletionTimestamp == nil &&
 		nodespec.IsTalos(c.node) && !nodespec.IsUninitialized(c.node) && c.entry.Condition != inventory.Mismatch
 }

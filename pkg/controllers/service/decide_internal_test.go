@@ -112,7 +112,7 @@ func newCandidate(name string, addresses ...string) candidate {
 // candidates returns n Nodes with the addresses 192.0.2.1 and so on.
 func candidates(n int) (list []candidate) {
 	for i := range n {
-		list = append(list, newCandidate(fmt.Sprint("node-", i), fmt.Sprint("192.0.2.", i+1)))
+		list = append(list, newCandidate(fmt.Sprint("node-", i), fmt.Sprintf("192.0.%d.%d", 2+(i+1)/256, (i+1)%256)))
 	}
 
 	return list
@@ -570,6 +570,50 @@ func TestDecide_OmitsAddressesThatAWorkerCannotHave(t *testing.T) {
 	}
 }
 
+func TestDecide_LimitsPortsAndSelectors(t *testing.T) {
+	both := []string{"192.0.2.1", "192.0.2.2"}
+	selector := func(text string) func(*corev1.Service) { return annotation(AnnotationNodeSelector, text) }
+	padded := "name in (node-0, " + strings.Repeat("a,", maxSelector) // cut below
+
+	for name, test := range map[string]struct {
+		service *corev1.Service
+		want    []string
+		reasons []string
+	}{
+		"as many ports as allowed":        {newService("s", ports(11_000, maxPorts)), both, nil},
+		"more ports":                      {newService("s", ports(11_000, maxPorts+1), published(both...)), nil, []string{ReasonTooManyPorts}},
+		"as long a selector as allowed":   {newService("s", selector(padded[:maxSelector-1]+")")), both[:1], nil},
+		"a longer selector":               {newService("s", selector(padded[:maxSelector]+")"), published(both...)), both, []string{ReasonInvalidAnnotation}},
+		"as many requirements as allowed": {newService("s", selector("name=node-0"+strings.Repeat(",!a", maxRequirements-1))), both[:1], nil},
+		"more requirements":               {newService("s", selector("name=node-0"+strings.Repeat(",!a", maxRequirements)), published(both...)), both, []string{ReasonInvalidAnnotation}},
+		// The addresses of a Service with an invalid annotation stay, but not on each port.
+		"a longer selector, a reserved port": {newService("s", selector(padded[:maxSelector]+")"), published(both...), onPort(10250)), nil, []string{ReasonPortReserved}},
+		"a longer selector, more ports":      {newService("s", selector(padded[:maxSelector]+")"), published(both...), ports(1, maxPorts+1)), nil, []string{ReasonTooManyPorts}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			got, reasons := snapshot{services: []*corev1.Service{test.service}, nodes: candidates(2)}.addressesOf("s")
+			assert.Equal(t, test.want, got)
+			assert.Equal(t, test.reasons, reasons)
+		})
+	}
+}
+
+func TestDecide_ParsesSelectorsOnce(t *testing.T) {
+	for _, text := range []string{"name=node-0", "="} {
+		service := newService("s", annotation(AnnotationNodeSelector, text))
+		s := snapshot{services: []*corev1.Service{service}, nodes: candidates(2)}
+		first := s.decide()[0].selector
+
+		s.selectors = map[string]*nodeSelector{"default/s": first}
+		assert.Same(t, first, s.decide()[0].selector, text)
+
+		annotation(AnnotationNodeSelector, "name=node-1")(service)
+
+		got, _ := s.addressesOf("s")
+		assert.Equal(t, []string{"192.0.2.2"}, got, "after %s", text)
+	}
+}
+
 func TestDecide_RefusesPortsOfPodNetworks(t *testing.T) {
 	for _, number := range []int32{4789, 8472} {
 		service := newService("s", onPort(number))
@@ -592,15 +636,4 @@ func publish(services []*corev1.Service, nodes []candidate) map[string][]string 
 	}
 
 	return result
-}
-
-func BenchmarkDecide(b *testing.B) {
-	s := snapshot{nodes: candidates(250)}
-	for i := range 100 {
-		s.services = append(s.services, newService(fmt.Sprint("s", i), onPort(int32(1000+i))))
-	}
-
-	for b.Loop() {
-		s.decide()
-	}
 }
