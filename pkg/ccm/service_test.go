@@ -8,6 +8,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/siderolabs/talos/pkg/machinery/resources/k8s"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 	corev1 "k8s.io/api/core/v1"
@@ -15,6 +16,8 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 	typedcorev1 "k8s.io/client-go/kubernetes/typed/core/v1"
 
+	"github.com/talos-ccm/talos-ccm/pkg/controllers/csrapproval"
+	"github.com/talos-ccm/talos-ccm/pkg/controllers/nodeipam"
 	"github.com/talos-ccm/talos-ccm/pkg/controllers/service"
 	"github.com/talos-ccm/talos-ccm/pkg/talostest"
 	"github.com/talos-ccm/talos-ccm/test/ctest"
@@ -51,6 +54,8 @@ func TestManager_PublishesNodeAddresses(t *testing.T) {
 
 	s.configure(self, "service: {default: true}")
 	s.register(self)
+	s.labelControlPlane(self)
+	s.SetReady(self.Nodename(), corev1.ConditionTrue) // until then, the Event would have another message
 
 	namespace := s.prefix + "namespace"
 	_, err := s.Client.CoreV1().Namespaces().Create(t.Context(), &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: namespace}}, metav1.CreateOptions{})
@@ -62,8 +67,6 @@ func TestManager_PublishesNodeAddresses(t *testing.T) {
 	options.Framework.Generic.Controllers = []string{"*", service.Alias}
 	s.start(options)
 	s.awaitInitialized(self)
-
-	s.SetReady(self.Nodename(), corev1.ConditionTrue)
 
 	s.Namespace = namespace
 	s.AwaitEvent("web", service.ReasonNoEligibleNodes, "ready endpoint")
@@ -81,8 +84,50 @@ func TestManager_PublishesNodeAddresses(t *testing.T) {
 	})
 }
 
+// The cluster identity is read without CSR approval, too. With node IPAM, its pod CIDRs count.
+func TestManager_PublishesNoAddressOfTheClusterForWorker(t *testing.T) {
+	for cidr, others := range map[string][]string{"": nil, "10.251.0.0/16": {nodeipam.Alias}} {
+		t.Run("cluster CIDR "+cidr, func(t *testing.T) {
+			s, self, worker := newCluster(t)
+			endpoint := k8s.NewEndpoint(k8s.ControlPlaneNamespaceName, k8s.ControlPlaneKubernetesEndpointsID)
+			endpoint.TypedSpec().Addresses = []netip.Addr{netip.MustParseAddr("203.0.113.100")}
+			require.NoError(t, self.State().Create(t.Context(), endpoint))
+
+			addresses := []string{"203.0.113.100/32", "203.0.113.101/32"} // the Node lists all, in this order
+			if cidr != "" {
+				addresses = append([]string{"10.251.0.7/32"}, addresses...)
+			}
+
+			for _, address := range addresses {
+				for _, link := range []string{"eth0", talostest.LinkExternal} {
+					require.NoError(t, worker.AddAddress(t.Context(), link, netip.MustParsePrefix(address)))
+				}
+			}
+
+			options := s.options(self)
+			options.Framework.Generic.Controllers = slices.Concat(others, []string{"*", "-" + csrapproval.Alias, service.Alias})
+			options.Framework.KubeCloudShared.AllocateNodeCIDRs = cidr != ""
+			options.Framework.KubeCloudShared.ClusterCIDR = cidr
+			s.start(options)
+			s.awaitInitialized(self, worker)
+
+			name := s.prefix + "web"
+			services := s.createService("default", name, corev1.ServiceSpec{LoadBalancerClass: new(service.Class)})
+			s.SetReady(worker.Nodename(), corev1.ConditionTrue)
+			s.labelControlPlane(self) // the identity becomes known last
+
+			svc := ctest.Await(s, services, ctest.Named(name), "the Service has an address", func(svc *corev1.Service) bool {
+				return len(svc.Status.LoadBalancer.Ingress) > 0
+			})
+			assert.Equal(t, "203.0.113.101", svc.Status.LoadBalancer.Ingress[0].IP)
+		})
+	}
+}
+
 func TestManager_RemovesAddressOfMachineThatLosesPower(t *testing.T) {
 	s, self, worker := newCluster(t)
+	s.labelControlPlane(self)
+
 	machines := []*talostest.Machine{self, worker}
 
 	for i, m := range machines {

@@ -226,7 +226,7 @@ func (m *Manager) newNodeController(in inputs) (controller, error) {
 		Clock:     m.clock,
 		Options: func(talos machine.Machine) nodespec.Options {
 			options := m.nodeOptions(talos)
-			options.Domains = in.controlPlane.Identity().Current().Domains // known only with CSR approval, which needs them
+			options.Domains = in.controlPlane.Identity().Current().Domains // known only with CSR approval or the service controller
 
 			return options
 		},
@@ -332,13 +332,28 @@ func (m *Manager) newNodeIPAM(in inputs) (controller, error) {
 }
 
 func (m *Manager) newService(in inputs) (controller, error) {
-	return service.New(service.Config{
+	identity := in.controlPlane.Identity()
+
+	ctrl, err := service.New(service.Config{
 		Client:    in.client,
 		Nodes:     in.nodes,
 		Inventory: in.inventory,
 		Recorder:  in.conn.recorder,
 		Probe:     in.probe,
 		Managed:   m.managed,
-		Options:   func() config.Service { return m.settings().Service },
+		Identity: func() csrpolicy.ClusterIdentity {
+			current := identity.Current()
+			current.Reported = append(slices.Clone(current.Reported), csrpolicy.Report{ClusterSubjects: csrpolicy.ClusterSubjects{PodCIDRs: in.podCIDRs()}})
+
+			return current
+		},
+		Options: func() config.Service { return m.settings().Service },
 	})
+	if err != nil {
+		return nil, err
+	}
+
+	identity.Subscribe(ctrl.Resync)
+
+	return ctrl, nil
 }

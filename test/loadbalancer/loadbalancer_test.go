@@ -30,6 +30,7 @@ import (
 
 	"github.com/talos-ccm/talos-ccm/pkg/config"
 	"github.com/talos-ccm/talos-ccm/pkg/controllers/service"
+	"github.com/talos-ccm/talos-ccm/pkg/csrpolicy"
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
 	"github.com/talos-ccm/talos-ccm/test/ctest"
 	"github.com/talos-ccm/talos-ccm/test/kube"
@@ -229,8 +230,9 @@ func (b *bed) startController(probe func(nodename string)) {
 	i := b.instance
 	controller, err := service.New(service.Config{
 		Client: i.Client, Nodes: i.Nodes, Inventory: i.Inventory, Recorder: i.Recorder, Probe: probe,
-		Managed: func(*corev1.Node, machine.Machine) bool { return true },
-		Options: func() config.Service { return config.Service{} },
+		Managed:  func(*corev1.Node, machine.Machine) bool { return true },
+		Options:  func() config.Service { return config.Service{} },
+		Identity: func() csrpolicy.ClusterIdentity { return csrpolicy.ClusterIdentity{Known: true} },
 	})
 	require.NoError(b, err)
 	i.Start(controller.Run)

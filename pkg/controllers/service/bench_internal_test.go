@@ -49,7 +49,7 @@ func BenchmarkDecide(b *testing.B) {
 		{"10 with 5000 requirements", many(10, onPort(1), selector("!a"+strings.Repeat(",!a", 5000)))},
 	} {
 		b.Run(test.name, func(b *testing.B) {
-			s := snapshot{nodes: candidates(1000), services: test.services, endpoints: noEndpoints}
+			s := snapshot{identity: known, nodes: candidates(1000), services: test.services, endpoints: noEndpoints}
 			for i := range int32(1000) {
 				s.services = append(s.services, newService(fmt.Sprint("s", i), ports(30_000+3*i, 3)))
 			}

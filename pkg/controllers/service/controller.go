@@ -4,14 +4,16 @@
 // Name: service-lb-controller (alias service), as in k8s.io/cloud-provider. The framework's controller of that name
 // ignores Services with a loadBalancerClass and does not know endpoints.
 //
-// Inputs: Services, EndpointSlices, Nodes, the Leases of kubelets, the inventory and the configuration.
+// Inputs: Services, EndpointSlices, Nodes, the Leases of kubelets, the inventory, the cluster identity and the
+// configuration.
 //
 // Outputs: status.loadBalancer of the Services with the class talos-ccm.dev/node-ip, and if so configured, of Services
 // without a class. The status is applied with a separate field manager. When a Service is no longer managed, exactly the
 // addresses that the controller has written are removed. The API server clears the status when the type of a Service
 // changes, so no finalizer is needed.
 //
-// It never writes the status of other Services, and publishes an address only if the machine of a managed Node has it.
+// It never writes the status of other Services, and publishes an address only if the machine of a managed Node has it. It
+// never publishes an address of the cluster itself, of a known range of pods or of a control-plane machine for a worker.
 //
 // Services compete for the ports of the Nodes. Therefore one worker decides about all of them in each pass: decide is a
 // pure function from Services, Nodes, machines and EndpointSlices to addresses. The controller stores nothing. Present
@@ -55,6 +57,7 @@ import (
 	"k8s.io/utils/ptr"
 
 	"github.com/talos-ccm/talos-ccm/pkg/config"
+	"github.com/talos-ccm/talos-ccm/pkg/csrpolicy"
 	"github.com/talos-ccm/talos-ccm/pkg/internal/events"
 	"github.com/talos-ccm/talos-ccm/pkg/internal/queue"
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
@@ -103,6 +106,8 @@ type Config struct {
 	Probe func(nodename string)
 	// Managed reports whether talos-ccm manages the Node of the machine. Call Resync after the result may have changed.
 	Managed func(*corev1.Node, machine.Machine) bool
+	// Identity returns the addresses of the cluster itself and of pods. Call Resync after they have changed.
+	Identity func() csrpolicy.ClusterIdentity
 	// Options returns the settings in force. Call Resync after they have changed.
 	Options func() config.Service
 }
@@ -223,7 +228,7 @@ func (c *Controller) sync(ctx context.Context, key string) error {
 	nodes, _ := c.cfg.Nodes.Lister().List(labels.Everything())
 	services, _ := c.services.List(labels.Everything())
 
-	s := snapshot{services: services, options: c.cfg.Options(), selectors: c.decided, endpoints: c.endpoints()}
+	s := snapshot{services: services, options: c.cfg.Options(), identity: c.cfg.Identity(), selectors: c.decided, endpoints: c.endpoints()}
 	machines, silent := 0, 0 // a machine that has not been reached yet is silent
 
 	for _, node := range nodes {

@@ -2,6 +2,7 @@ package service_test
 
 import (
 	"fmt"
+	"net/netip"
 	"testing"
 	"time"
 
@@ -14,6 +15,7 @@ import (
 
 	"github.com/talos-ccm/talos-ccm/pkg/config"
 	"github.com/talos-ccm/talos-ccm/pkg/controllers/service"
+	"github.com/talos-ccm/talos-ccm/pkg/csrpolicy"
 )
 
 func TestController_FollowsNodes(t *testing.T) {
@@ -134,6 +136,38 @@ func TestController_PublishesOnlyAddressesOfTheMachine(t *testing.T) {
 
 	s.respond("a", "192.0.2.1", "8.8.8.8")
 	s.await("web", "8.8.8.8")
+}
+
+func TestController_FollowsTheClusterIdentity(t *testing.T) {
+	s := newSuite(t)
+	s.identity.Store(&csrpolicy.ClusterIdentity{})
+	s.run()
+	s.join("a", "192.0.2.1")
+	s.PatchNode("a", "other", `{"status":{"addresses":[{"type":"InternalIP","address":"192.0.2.1"},{"type":"ExternalIP","address":"203.0.113.1"}]}}`, "status")
+	s.respond("a", "192.0.2.1", "203.0.113.1")
+	s.create("web", nil)
+	s.create("reserved", func(svc *corev1.Service) { svc.Spec.Ports[0].Port = 7443 })
+
+	follow := func(identity csrpolicy.ClusterIdentity) {
+		s.identity.Store(&identity)
+		s.resync()
+	}
+
+	follow(csrpolicy.ClusterIdentity{APIServerPorts: []int32{7443}})
+	s.AwaitEvent("reserved", service.ReasonPortReserved, "TCP/7443 is reserved for kube-apiserver")
+	s.await("web")
+
+	follow(csrpolicy.ClusterIdentity{Known: true})
+	s.await("web", "203.0.113.1")
+
+	endpoint := csrpolicy.ClusterSubjects{APIServerIPs: []netip.Addr{netip.MustParseAddr("203.0.113.1")}}
+	follow(csrpolicy.ClusterIdentity{Known: true, Reported: []csrpolicy.Report{{ClusterSubjects: endpoint}}})
+	s.await("web", "192.0.2.1")
+
+	follow(csrpolicy.ClusterIdentity{})
+	s.create("zz-other-port", func(svc *corev1.Service) { svc.Spec.Ports[0].Port = 10250 })
+	s.AwaitEvent("zz-other-port", service.ReasonPortReserved)
+	s.await("web", "192.0.2.1")
 }
 
 func TestController_KeepsAddressesUntilMachinesRespond(t *testing.T) {

@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"crypto/sha256"
 	"fmt"
+	"maps"
 	"net/netip"
 	"slices"
 	"strings"
@@ -19,6 +20,7 @@ import (
 
 	"github.com/talos-ccm/talos-ccm/pkg/cidrset"
 	"github.com/talos-ccm/talos-ccm/pkg/config"
+	"github.com/talos-ccm/talos-ccm/pkg/csrpolicy"
 	"github.com/talos-ccm/talos-ccm/pkg/internal/events"
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
@@ -54,7 +56,8 @@ const (
 	// ReasonTooManyPorts: the Service has more than 1,000 ports; it gets no addresses.
 	// Fix: divide it into several Services.
 	ReasonTooManyPorts = "TooManyPorts"
-	// ReasonUnsupportedProxyMode: kube-proxy uses IPVS on a Node; the addresses of all Services stay.
+	// ReasonUnsupportedProxyMode: kube-proxy uses IPVS on all Nodes that could receive traffic; the Service keeps their
+	// addresses and gets no new ones.
 	// Fix: set `cluster.proxy.mode: nftables` and reboot.
 	ReasonUnsupportedProxyMode = "UnsupportedProxyMode"
 	// ReasonInvalidAnnotation: an annotation `talos-ccm.dev/…` is invalid or too long; the addresses stay.
@@ -126,6 +129,8 @@ type snapshot struct {
 	// endpoints returns the EndpointSlices of a Service, as trimSlice leaves them.
 	endpoints func(*corev1.Service) []*discoveryv1.EndpointSlice
 	options   config.Service
+	// identity contains the addresses of the cluster itself and of pods. Until it is known, Services get no new addresses.
+	identity csrpolicy.ClusterIdentity
 	// selectors are the node selectors of the last pass, by Service. They are not parsed again.
 	selectors map[string]*nodeSelector
 
@@ -133,18 +138,18 @@ type snapshot struct {
 
 	// eligible are the Nodes that can receive traffic if they are ready.
 	eligible []*candidate
-	// clusterIPs and reserved are the addresses of Services and of control-plane machines. A compromised worker can report
-	// any address, but never gets one of these.
+	// clusterIPs are the addresses of Services. reserved are those of the API server and of control-plane machines. A
+	// compromised worker can report any address, but never gets one of these or in podCIDRs.
 	clusterIPs sets.Set[string]
 	reserved   sets.Set[netip.Addr]
+	podCIDRs   []netip.Prefix
 	// external limits the external addresses; empty means no limit.
 	external []netip.Prefix
 	// excluded describes how many Nodes have the exclusion label.
 	excluded string
-	// ipvs is the name of a Node, eligible or not, on which kube-proxy uses IPVS. With the addresses of other Nodes on its
-	// link, a Node could not reach them.
-	ipvs string
-	// nodePorts are the older Services that have a node port, and taken those that have a port on addresses.
+	// users are machinePorts, and the ports of API servers. nodePorts are the older Services that have a node port, and
+	// taken those that have a port on addresses.
+	users     map[port]string
 	nodePorts map[port]*corev1.Service
 	taken     map[port][]decision
 }
@@ -165,6 +170,9 @@ type candidate struct {
 	leaving bool
 	// addresses are those that Services can have. decide sets them.
 	addresses []address
+	// usesIPVS is true if the machine has the link of kube-proxy in mode IPVS. With the addresses of other Nodes on it, the
+	// machine cannot reach them. decide sets it.
+	usesIPVS bool
 }
 
 // address is an address of a Node.
@@ -241,11 +249,12 @@ func (s snapshot) decide() (decisions []decision) {
 	return decisions
 }
 
-// prepare sorts the Services by age, and sets the derived fields.
+// prepare sorts the Services by age, and sets the derived fields. The podCIDRs of Nodes do not count, because a kubelet can
+// set those of its own Node.
 func (s *snapshot) prepare() {
 	s.external, _ = cidrset.ParsePrefixes(s.options.ExternalCIDRs) // validated
 	s.clusterIPs, s.reserved = sets.Set[string]{}, sets.Set[netip.Addr]{}
-	s.nodePorts, s.taken = map[port]*corev1.Service{}, map[port][]decision{}
+	s.users, s.nodePorts, s.taken = maps.Clone(machinePorts), map[port]*corev1.Service{}, map[port][]decision{}
 	s.services = slices.SortedFunc(slices.Values(s.services), func(a, b *corev1.Service) int {
 		return cmp.Or(a.CreationTimestamp.Compare(b.CreationTimestamp.Time), cmp.Compare(a.Namespace, b.Namespace), cmp.Compare(a.Name, b.Name))
 	})
@@ -254,19 +263,30 @@ func (s *snapshot) prepare() {
 		s.clusterIPs.Insert(service.Spec.ClusterIPs...)
 	}
 
+	for _, number := range s.identity.APIServerPorts {
+		s.users[port{corev1.ProtocolTCP, number}] = "kube-apiserver"
+	}
+
+	for _, report := range slices.Concat(s.identity.Reported, []csrpolicy.Report{{ClusterSubjects: s.identity.Stated}}) {
+		s.podCIDRs = append(s.podCIDRs, report.PodCIDRs...)
+		for _, ip := range slices.Concat(report.APIServerIPs, report.VIPs) {
+			s.reserved.Insert(ip.Unmap())
+		}
+	}
+
 	for _, c := range s.nodes {
 		if nodespec.IsControlPlane(c.node) {
+			s.reserved.Insert(nodespec.RecordedAddress(c.node)) // the machine may not have responded yet
+
 			for _, a := range c.entry.Last.Addresses {
-				s.reserved.Insert(a.Prefix.Addr().Unmap())
+				if a.Link != machine.LinkIPVS { // these are of other machines
+					s.reserved.Insert(a.Prefix.Addr().Unmap())
+				}
 			}
 		}
 	}
 
 	for _, c := range s.nodes {
-		if slices.ContainsFunc(c.entry.Machine.Addresses, func(a machine.Address) bool { return a.Link == machine.LinkIPVS }) {
-			s.ipvs = c.node.Name
-		}
-
 		s.setAddresses(&c)
 		s.eligible = append(s.eligible, &c)
 	}
@@ -278,13 +298,6 @@ func (s *snapshot) prepare() {
 // decideOne decides about a managed Service.
 func (s snapshot) decideOne(service *corev1.Service) decision {
 	d, present := decision{service: service, selector: s.selectorOf(service)}, service.Status.LoadBalancer.Ingress
-
-	if s.ipvs != "" {
-		d.ingress = present
-
-		return d.report(ReasonUnsupportedProxyMode,
-			"kube-proxy on Node %s uses IPVS, which is not supported (link %s); use nftables, and restart the machine", s.ipvs, machine.LinkIPVS)
-	}
 
 	if managers := statusManagers(service); service.Spec.LoadBalancerClass == nil && len(present) > 0 && !managers.Has(FieldManager) {
 		d.ingress = present
@@ -300,7 +313,7 @@ func (s snapshot) decideOne(service *corev1.Service) decision {
 	for _, p := range service.Spec.Ports {
 		key := port{p.Protocol, p.Port}
 
-		user := machinePorts[key]
+		user := s.users[key]
 		if user == "" && slices.Contains(s.options.ReservedPorts, int(p.Port)) {
 			user = "the configuration (service.reservedPorts)"
 		}
@@ -471,9 +484,12 @@ func (s snapshot) choose(d decision, r request) decision {
 	switch {
 	case len(conflicts) > 0:
 		return d.report(ReasonPortConflict, "Addresses omitted because of a port that an older Service has: %s", strings.Join(conflicts, "; "))
+	case len(r.nodes) > 0 && !slices.ContainsFunc(r.nodes, func(c *candidate) bool { return !c.usesIPVS }):
+		return d.report(ReasonUnsupportedProxyMode, "kube-proxy uses IPVS, which is not supported, on all %d Nodes that can receive traffic, such as %s (link %s); use nftables, and restart the machines",
+			len(r.nodes), r.nodes[0].node.Name, machine.LinkIPVS)
 	case len(d.ingress) > 0 && !slices.ContainsFunc(r.nodes, (*candidate).ready):
 		return d.report(ReasonNodesNotReady, "None of the %d Nodes that can receive traffic is ready; the Service keeps their addresses until one is; check their kubelets", len(r.nodes))
-	case len(d.ingress) > 0, slices.ContainsFunc(s.eligible, isPending):
+	case len(d.ingress) > 0, !s.identity.Known, slices.ContainsFunc(s.eligible, isPending):
 		return d
 	}
 
@@ -494,7 +510,7 @@ func (s snapshot) explain(d decision, r request) decision {
 	}
 
 	if len(nodes) > 0 {
-		message += fmt.Sprintf("; none of these has on a link an address of type %v and family %v", r.types, families)
+		message += fmt.Sprintf("; none of these has on a link an address of type %v and family %v that is not of the cluster or another Node", r.types, families)
 
 		if !slices.Contains(r.types, corev1.NodeInternalIP) {
 			message += fmt.Sprintf("; if the network translates external addresses (1:1 NAT), set annotation %s=%s", AnnotationAddresses, config.AddressesInternal)
@@ -551,12 +567,18 @@ func (s snapshot) availableOn(service *corev1.Service, r request, family corev1.
 // kubelet can write it: the machine must have the address, and on a link. If a cloud translates the address (1:1 NAT), the
 // packets arrive with another destination, and kube-proxy does not serve them. A Service keeps a present address
 //   - until the machine has responded, which takes a moment after a leader change;
+//   - until the addresses of the cluster itself are known;
+//   - while kube-proxy uses IPVS on the Node;
 //   - while the Node is not ready. It gets no new address of such a Node: the machine may be shut down.
 func (s snapshot) setAddresses(c *candidate) {
 	onLinks := sets.Set[netip.Addr]{}
 
 	for _, a := range c.entry.Machine.Addresses {
-		if a.Link != machine.LinkExternal {
+		switch a.Link {
+		case machine.LinkExternal:
+		case machine.LinkIPVS:
+			c.usesIPVS = true
+		default:
 			onLinks.Insert(a.Prefix.Addr().Unmap())
 		}
 	}
@@ -570,7 +592,7 @@ func (s snapshot) setAddresses(c *candidate) {
 		case c.entry.ObservedAt.IsZero():
 			c.addresses = append(c.addresses, a)
 		case c.managed && onLinks.Has(a.ip):
-			a.isPublishable = c.ready()
+			a.isPublishable = c.ready() && s.identity.Known && !c.usesIPVS
 			c.addresses = append(c.addresses, a)
 		}
 	}
@@ -581,8 +603,9 @@ func (s snapshot) setAddresses(c *candidate) {
 func (s snapshot) mayPublish(c *candidate, a address) bool {
 	contains := func(cidr netip.Prefix) bool { return cidr.Contains(a.ip) }
 	isForeign := a.kind == corev1.NodeExternalIP && len(s.external) > 0 && !slices.ContainsFunc(s.external, contains)
+	isReserved := s.reserved.Has(a.ip) || slices.ContainsFunc(s.podCIDRs, contains)
 
-	return !isForeign && !s.clusterIPs.Has(a.text) && (!s.reserved.Has(a.ip) || nodespec.IsControlPlane(c.node))
+	return !isForeign && !s.clusterIPs.Has(a.text) && (!isReserved || nodespec.IsControlPlane(c.node))
 }
 
 // addressOf returns the first address of the Node in the IP family that a Service can have, if any. Earlier types are

@@ -19,6 +19,7 @@ import (
 	cloudproviderapi "k8s.io/cloud-provider/api"
 
 	"github.com/talos-ccm/talos-ccm/pkg/config"
+	"github.com/talos-ccm/talos-ccm/pkg/csrpolicy"
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
 	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
@@ -118,6 +119,9 @@ func candidates(n int) (list []candidate) {
 	return list
 }
 
+// known is the identity of a cluster without addresses of its own.
+var known = csrpolicy.ClusterIdentity{Known: true}
+
 // addressesOf returns the planned addresses of a Service, and its reasons.
 func (s snapshot) addressesOf(name string) (list, reasons []string) {
 	for _, d := range s.decide() {
@@ -195,7 +199,7 @@ func TestDecide_Addresses(t *testing.T) {
 		"an address that the machine does not have": {newService("s"), []candidate{{node: dual[0].node, entry: dual[1].entry, managed: true}}, none, nil, []string{ReasonNoEligibleNodes}},
 	} {
 		t.Run(name, func(t *testing.T) {
-			s := snapshot{services: []*corev1.Service{test.service}, nodes: test.nodes, options: test.options, endpoints: noEndpoints}
+			s := snapshot{identity: known, services: []*corev1.Service{test.service}, nodes: test.nodes, options: test.options, endpoints: noEndpoints}
 
 			got, reasons := s.addressesOf("s")
 			assert.Equal(t, test.want, got)
@@ -239,7 +243,7 @@ func TestDecide_EligibleNodes(t *testing.T) {
 			test.change(&c)
 
 			// The Service has the address already, so only the requirement under test can remove it.
-			s := snapshot{services: []*corev1.Service{newService("s", published("10.0.0.1"))}, nodes: []candidate{c, newCandidate("b", "10.0.0.2")}}
+			s := snapshot{identity: known, services: []*corev1.Service{newService("s", published("10.0.0.1"))}, nodes: []candidate{c, newCandidate("b", "10.0.0.2")}}
 			if got, _ := s.addressesOf("s"); slices.Contains(got, "10.0.0.1") != test.want {
 				t.Errorf("got %v", got)
 			}
@@ -269,7 +273,7 @@ func TestDecide_AvoidsLeavingMachines(t *testing.T) {
 				nodes[i].leaving = true
 			}
 
-			got, reasons := snapshot{services: []*corev1.Service{test.service}, nodes: nodes, endpoints: endpoints}.addressesOf("s")
+			got, reasons := snapshot{identity: known, services: []*corev1.Service{test.service}, nodes: nodes, endpoints: endpoints}.addressesOf("s")
 			assert.Equal(t, test.want, got)
 			assert.Empty(t, reasons)
 		})
@@ -303,7 +307,7 @@ func TestDecide_IgnoresReadinessIfNoNodeIsReady(t *testing.T) {
 	nodes := candidates(3)
 	nodes[0].node.Labels[corev1.LabelNodeExcludeBalancers] = "" // does not count, although it is ready
 	nodes[1].node.Status.Conditions[0].Status = corev1.ConditionUnknown
-	s := snapshot{services: []*corev1.Service{newService("s", published("192.0.2.2", "192.0.2.3"))}, nodes: nodes}
+	s := snapshot{identity: known, services: []*corev1.Service{newService("s", published("192.0.2.2", "192.0.2.3"))}, nodes: nodes}
 
 	for _, test := range []struct {
 		last corev1.ConditionStatus
@@ -347,7 +351,7 @@ func TestDecide_KeepsPublishedAddressesOnlyIfNoNodeIsReady(t *testing.T) {
 		"a new Service":                 {newService("s"), []candidate{down, unready}, nil, []string{ReasonNoEligibleNodes}},
 	} {
 		t.Run(name, func(t *testing.T) {
-			s := snapshot{services: []*corev1.Service{test.service}, nodes: test.nodes, endpoints: noEndpoints}
+			s := snapshot{identity: known, services: []*corev1.Service{test.service}, nodes: test.nodes, endpoints: noEndpoints}
 			if got, reasons := s.addressesOf("s"); !slices.Equal(got, test.want) || !slices.Equal(reasons, test.reasons) {
 				t.Errorf("got %v %v, want %v %v", got, reasons, test.want, test.reasons)
 			}
@@ -360,6 +364,7 @@ func TestDecide_LocalEndpoints(t *testing.T) {
 		return discoveryv1.Endpoint{NodeName: &node, Conditions: conditions}
 	}
 	s := snapshot{
+		identity: known,
 		services: []*corev1.Service{newService("s", local, families(corev1.IPv4Protocol, corev1.IPv6Protocol))},
 		endpoints: func(*corev1.Service) []*discoveryv1.EndpointSlice {
 			list := []*discoveryv1.EndpointSlice{
@@ -421,7 +426,7 @@ func TestDecide_PortConflicts(t *testing.T) {
 		"its own node port":          {newService("c", withoutClass), newService("b", nodePort(80)), both, nil},
 	} {
 		t.Run(name, func(t *testing.T) {
-			s := snapshot{services: []*corev1.Service{test.service, test.other}, nodes: nodes}
+			s := snapshot{identity: known, services: []*corev1.Service{test.service, test.other}, nodes: nodes}
 
 			for _, d := range s.decide() {
 				if d.service == test.service {
@@ -445,7 +450,7 @@ func TestDecide_PortConflicts(t *testing.T) {
 }
 
 func TestDecide_ConflictsCountOnlyBelowTheLimit(t *testing.T) {
-	s := snapshot{services: []*corev1.Service{newService("a", annotation(AnnotationNodeSelector, "name in (node-0, node-1)")), newService("b")}, nodes: candidates(18)}
+	s := snapshot{identity: known, services: []*corev1.Service{newService("a", annotation(AnnotationNodeSelector, "name in (node-0, node-1)")), newService("b")}, nodes: candidates(18)}
 	if got, reasons := s.addressesOf("b"); len(got) != maxAddresses || reasons != nil {
 		t.Errorf("with 16 other addresses: got %d %v", len(got), reasons)
 	}
@@ -462,25 +467,41 @@ func TestDecide_LimitIsSharedByFamilies(t *testing.T) {
 		nodes = append(nodes, newCandidate(fmt.Sprint("node-", i), fmt.Sprint("192.0.2.", i+1), fmt.Sprintf("fd00::%x", i+1)))
 	}
 
-	s := snapshot{services: []*corev1.Service{newService("s", families(corev1.IPv4Protocol, corev1.IPv6Protocol))}, nodes: nodes}
+	s := snapshot{identity: known, services: []*corev1.Service{newService("s", families(corev1.IPv4Protocol, corev1.IPv6Protocol))}, nodes: nodes}
 
 	got, _ := s.addressesOf("s")
 	assert.Len(t, got, maxAddresses)
 	assert.Len(t, slices.DeleteFunc(slices.Clone(got), func(a string) bool { return strings.Contains(a, ":") }), 8)
 }
 
-// With IPVS, each Node would consider the addresses of the other Nodes as its own.
-func TestDecide_ChangesNothingWithIPVS(t *testing.T) {
-	nodes := candidates(2)
-	nodes[1].entry.Machine.Addresses = append(nodes[1].entry.Machine.Addresses, machine.Address{Link: "kube-ipvs0", Prefix: netip.MustParsePrefix("10.96.0.1/32")})
-	nodes[1].node.Status.Conditions = nil // not eligible, but its kube-proxy counts
+// With IPVS, each Node would consider the addresses of the other Nodes as its own. A worker must not stop the Services on
+// other Nodes by reporting the link.
+func TestDecide_IPVSCountsOnlyForTheNodeItself(t *testing.T) {
+	for name, test := range map[string]struct {
+		withIPVS []int
+		service  *corev1.Service
+		want     []string
+		reasons  []string
+	}{
+		"one Node":                          {[]int{1}, newService("s"), []string{"192.0.2.1"}, nil},
+		"one Node, published":               {[]int{1}, newService("s", published("192.0.2.2")), []string{"192.0.2.1", "192.0.2.2"}, nil},
+		"the only selected Node":            {[]int{1}, newService("s", annotation(AnnotationNodeSelector, "name=node-1")), nil, []string{ReasonUnsupportedProxyMode}},
+		"all Nodes":                         {[]int{0, 1}, newService("s"), nil, []string{ReasonUnsupportedProxyMode}},
+		"all Nodes, one address present":    {[]int{0, 1}, newService("s", published("192.0.2.2")), []string{"192.0.2.2"}, []string{ReasonUnsupportedProxyMode}},
+		"all Nodes, an address of the link": {[]int{0, 1}, newService("s", published("192.0.2.100")), nil, []string{ReasonUnsupportedProxyMode}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			nodes := candidates(2)
+			for _, i := range test.withIPVS {
+				m := &nodes[i].entry.Machine
+				m.Addresses = append(m.Addresses, machine.Address{Link: "kube-ipvs0", Prefix: netip.MustParsePrefix("192.0.2.100/32")})
+				nodes[i].node.Status.Addresses = append(nodes[i].node.Status.Addresses, corev1.NodeAddress{Type: corev1.NodeExternalIP, Address: "192.0.2.100"})
+			}
 
-	for name, want := range map[string][]string{"new": nil, "published": {"192.0.2.2"}} {
-		s := snapshot{services: []*corev1.Service{newService(name, published(want...))}, nodes: nodes}
-
-		got, reasons := s.addressesOf(name)
-		assert.Equal(t, want, got, name)
-		assert.Equal(t, []string{ReasonUnsupportedProxyMode}, reasons, name)
+			got, reasons := snapshot{identity: known, services: []*corev1.Service{test.service}, nodes: nodes}.addressesOf("s")
+			assert.Equal(t, test.want, got)
+			assert.Equal(t, test.reasons, reasons)
+		})
 	}
 }
 
@@ -488,7 +509,7 @@ func TestDecide_SpreadsServices(t *testing.T) {
 	used := map[string]bool{}
 
 	for i := range 20 {
-		s := snapshot{services: []*corev1.Service{newService(fmt.Sprint("s", i))}, nodes: candidates(100)}
+		s := snapshot{identity: known, services: []*corev1.Service{newService(fmt.Sprint("s", i))}, nodes: candidates(100)}
 
 		got, _ := s.addressesOf(s.services[0].Name)
 		for _, address := range got {
@@ -552,21 +573,65 @@ func TestDecide_OmitsAddressesThatAWorkerCannotHave(t *testing.T) {
 	controlPlane.node.Labels["node-role.kubernetes.io/control-plane"] = ""
 	controlPlane.node.Labels[corev1.LabelNodeExcludeBalancers] = "true"
 
+	// With IPVS, a control-plane machine has the addresses of all Services on a link.
+	controlPlane.entry.Last.Addresses = append(controlPlane.entry.Last.Addresses, machine.Address{Link: machine.LinkIPVS, Prefix: netip.MustParsePrefix("203.0.113.9/32")})
+
+	down := controlPlane
+	down.node, down.entry = controlPlane.node.DeepCopy(), inventory.Entry{}
+	down.node.Labels[nodespec.LabelAddress] = "10.0.0.12"
+
 	kubernetes := newService("kubernetes")
 	kubernetes.Spec.Type, kubernetes.Spec.ClusterIPs = corev1.ServiceTypeClusterIP, []string{"10.96.0.1"}
 
-	for name, address := range map[string]string{"control-plane machine": "10.0.0.11", "ClusterIP": "10.96.0.1"} {
+	identity := csrpolicy.ClusterIdentity{
+		Known:  true,
+		Stated: csrpolicy.ClusterSubjects{APIServerIPs: []netip.Addr{netip.MustParseAddr("203.0.113.1"), netip.MustParseAddr("::ffff:203.0.113.2")}},
+		Reported: []csrpolicy.Report{
+			{ClusterSubjects: csrpolicy.ClusterSubjects{VIPs: []netip.Addr{netip.MustParseAddr("::ffff:203.0.113.3")}}},
+			{ClusterSubjects: csrpolicy.ClusterSubjects{PodCIDRs: []netip.Prefix{netip.MustParsePrefix("10.244.0.0/16")}}},
+		},
+	}
+
+	for name, test := range map[string]struct {
+		address              string
+		worker, controlPlane bool
+	}{
+		"its own":                                 {"203.0.113.4", true, true},
+		"on link kube-ipvs0 of a machine":         {"203.0.113.9", true, true},
+		"control-plane machine":                   {"10.0.0.11", false, true},
+		"control-plane machine that is down":      {"10.0.0.12", false, true},
+		"cluster endpoint":                        {"203.0.113.1", false, true},
+		"cluster endpoint as IPv4-mapped address": {"203.0.113.2", false, true},
+		"virtual IP":                              {"203.0.113.3", false, true},
+		"pod":                                     {"10.244.1.1", false, true},
+		"ClusterIP":                               {"10.96.0.1", false, false},
+	} {
 		t.Run(name, func(t *testing.T) {
+			node := newCandidate("a", "ext:"+test.address)
 			s := snapshot{
-				services:  []*corev1.Service{kubernetes, newService("s", onPort(8443))},
-				nodes:     []candidate{controlPlane, newCandidate("worker", address)},
+				identity:  identity,
+				services:  []*corev1.Service{kubernetes, newService("s", onPort(8443), published(test.address))},
+				nodes:     []candidate{controlPlane, down, node},
 				endpoints: noEndpoints,
 			}
 
-			if got, _ := s.addressesOf("s"); len(got) > 0 {
-				t.Errorf("published %v", got)
-			}
+			got, _ := s.addressesOf("s")
+			assert.Equal(t, test.worker, len(got) > 0, "worker")
+
+			node.node.Labels["node-role.kubernetes.io/control-plane"] = ""
+			got, _ = s.addressesOf("s")
+			assert.Equal(t, test.controlPlane, len(got) > 0, "control-plane machine")
 		})
+	}
+}
+
+func TestDecide_AddsNoAddressUntilTheClusterIsKnown(t *testing.T) {
+	for name, want := range map[string][]string{"new": nil, "published": {"192.0.2.2"}} {
+		s := snapshot{services: []*corev1.Service{newService(name, published(want...))}, nodes: candidates(2)}
+
+		got, reasons := s.addressesOf(name)
+		assert.Equal(t, want, got, name)
+		assert.Empty(t, reasons, name)
 	}
 }
 
@@ -591,7 +656,7 @@ func TestDecide_LimitsPortsAndSelectors(t *testing.T) {
 		"a longer selector, more ports":      {newService("s", selector(padded[:maxSelector]+")"), published(both...), ports(1, maxPorts+1)), nil, []string{ReasonTooManyPorts}},
 	} {
 		t.Run(name, func(t *testing.T) {
-			got, reasons := snapshot{services: []*corev1.Service{test.service}, nodes: candidates(2)}.addressesOf("s")
+			got, reasons := snapshot{identity: known, services: []*corev1.Service{test.service}, nodes: candidates(2)}.addressesOf("s")
 			assert.Equal(t, test.want, got)
 			assert.Equal(t, test.reasons, reasons)
 		})
@@ -601,7 +666,7 @@ func TestDecide_LimitsPortsAndSelectors(t *testing.T) {
 func TestDecide_ParsesSelectorsOnce(t *testing.T) {
 	for _, text := range []string{"name=node-0", "="} {
 		service := newService("s", annotation(AnnotationNodeSelector, text))
-		s := snapshot{services: []*corev1.Service{service}, nodes: candidates(2)}
+		s := snapshot{identity: known, services: []*corev1.Service{service}, nodes: candidates(2)}
 		first := s.decide()[0].selector
 
 		s.selectors = map[string]*nodeSelector{"default/s": first}
@@ -614,12 +679,28 @@ func TestDecide_ParsesSelectorsOnce(t *testing.T) {
 	}
 }
 
+func TestDecide_RefusesPortsOfAPIServers(t *testing.T) {
+	identity := csrpolicy.ClusterIdentity{Known: true, APIServerPorts: []int32{7443}}
+
+	for name, test := range map[string]struct {
+		service *corev1.Service
+		want    []string
+	}{
+		"TCP":          {newService("s", onPort(7443)), []string{ReasonPortReserved}},
+		"UDP":          {newService("s", onPort(7443), func(s *corev1.Service) { s.Spec.Ports[0].Protocol = corev1.ProtocolUDP }), nil},
+		"another port": {newService("s", onPort(443)), nil},
+	} {
+		_, reasons := snapshot{identity: identity, services: []*corev1.Service{test.service}, nodes: candidates(1)}.addressesOf("s")
+		assert.Equal(t, test.want, reasons, name)
+	}
+}
+
 func TestDecide_RefusesPortsOfPodNetworks(t *testing.T) {
 	for _, number := range []int32{4789, 8472} {
 		service := newService("s", onPort(number))
 		service.Spec.Ports[0].Protocol = corev1.ProtocolUDP
 
-		s := snapshot{services: []*corev1.Service{service}, nodes: candidates(2), endpoints: noEndpoints}
+		s := snapshot{identity: known, services: []*corev1.Service{service}, nodes: candidates(2), endpoints: noEndpoints}
 		if got, reasons := s.addressesOf("s"); len(got) > 0 || !slices.Contains(reasons, ReasonPortReserved) {
 			t.Errorf("port %d: published %v, reasons %v", number, got, reasons)
 		}
@@ -630,7 +711,7 @@ func TestDecide_RefusesPortsOfPodNetworks(t *testing.T) {
 func publish(services []*corev1.Service, nodes []candidate) map[string][]string {
 	result := map[string][]string{}
 
-	for _, d := range (snapshot{services: services, nodes: nodes}).decide() {
+	for _, d := range (snapshot{identity: known, services: services, nodes: nodes}).decide() {
 		d.service.Status.LoadBalancer.Ingress = d.ingress
 		result[d.service.Name] = addresses(d.ingress)
 	}

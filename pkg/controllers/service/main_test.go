@@ -20,6 +20,7 @@ import (
 
 	"github.com/talos-ccm/talos-ccm/pkg/config"
 	"github.com/talos-ccm/talos-ccm/pkg/controllers/service"
+	"github.com/talos-ccm/talos-ccm/pkg/csrpolicy"
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
 	"github.com/talos-ccm/talos-ccm/test/ctest"
@@ -38,6 +39,7 @@ type suite struct {
 	ctest.Suite
 
 	inventory *inventory.Inventory
+	identity  atomic.Pointer[csrpolicy.ClusterIdentity]
 	options   atomic.Pointer[config.Service]
 	// silent are machines that accept no connections.
 	silent sync.Map
@@ -51,6 +53,7 @@ func newSuite(t *testing.T) *suite {
 	s := &suite{Suite: bed.NewSuite(t)}
 	s.Namespace = "test-" + strings.ToLower(rand.Text())
 	s.options.Store(&config.Service{})
+	s.identity.Store(&csrpolicy.ClusterIdentity{Known: true})
 
 	_, err := s.Client.CoreV1().Namespaces().Create(t.Context(), &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: s.Namespace}}, metav1.CreateOptions{})
 	require.NoError(t, err)
@@ -72,8 +75,9 @@ func (s *suite) run() {
 				i.Inventory.MarkUnreachable(nodename, "connection timed out")
 			}
 		},
-		Managed: func(node *corev1.Node, _ machine.Machine) bool { return node.Labels["test/unmanaged"] == "" },
-		Options: func() config.Service { return *s.options.Load() },
+		Managed:  func(node *corev1.Node, _ machine.Machine) bool { return node.Labels["test/unmanaged"] == "" },
+		Identity: func() csrpolicy.ClusterIdentity { return *s.identity.Load() },
+		Options:  func() config.Service { return *s.options.Load() },
 	})
 	require.NoError(s, err)
 
