@@ -224,14 +224,7 @@ func (c *Controller) Run(ctx context.Context) {
 
 	group.StartWithContext(ctx, c.warmUp)
 
-	worker := queue.Worker{Queue: c.queue, Subject: "csr", Failure: "Failed to review CSR; retrying", Sync: c.sync}
-
-	for range c.cfg.Workers {
-		group.StartWithContext(ctx, worker.Run)
-	}
-
-	<-ctx.Done()
-	c.queue.ShutDown()
+	queue.Reconciler{Queue: c.queue, Subject: "csr", Failure: "Failed to review CSR; retrying", Sync: c.sync}.Run(ctx, c.cfg.Workers)
 }
 
 // warmUp waits until each machine has responded or failed to respond, at most warmUpTimeout. The machines respond to a
@@ -270,21 +263,21 @@ func (c *Controller) isRecorded(request *csrpolicy.Request, nodename string) boo
 }
 
 // sync reviews one request and writes the decision, if there is one.
-func (c *Controller) sync(ctx context.Context, name string) error {
+func (c *Controller) sync(ctx context.Context, name string) (again time.Duration, err error) {
 	ctx, cancel := context.WithTimeout(ctx, syncTimeout)
 	defer cancel()
 
 	obj, _, _ := c.requests.GetIndexer().GetByKey(name) // fails only without a key
 
 	if request, ok := obj.(*clientRequest); ok {
-		return c.syncIssued(ctx, request.nodename)
+		return 0, c.syncIssued(ctx, request.nodename)
 	}
 
 	nodenames, _ := pendingFor(obj)
 	if len(nodenames) == 0 {
 		c.forget(name)
 
-		return nil
+		return 0, nil
 	}
 
 	c.updatePending(c.pending.Insert, name)
@@ -292,36 +285,35 @@ func (c *Controller) sync(ctx context.Context, name string) error {
 	csr, _ := obj.(*certificatesv1.CertificateSigningRequest)
 
 	if !c.warm.Load() && !c.isRecorded(csrpolicy.Parse(csr), nodenames[0]) {
-		return nil // warmUp will queue it
+		return 0, nil // warmUp will queue it
 	}
 
 	r, err := c.review(ctx, csr, nodenames[0])
 	if err != nil {
-		return err
+		return 0, err
 	}
 
 	switch r.verdict.Decision {
 	case csrpolicy.Approve, csrpolicy.Deny:
 		if err := c.decide(ctx, csr, r); err != nil {
-			return err
+			return 0, err
 		}
 
 		c.forget(name)
 	case csrpolicy.Defer:
-		delay := c.backoff.When(name)
+		again = c.backoff.When(name)
 		if len(r.evidence.Owners) > 0 {
-			delay = ownedRetry
+			again = ownedRetry
 		}
 
 		c.reportDeferral(ctx, csr, r)
 		c.reportCredential(csr, r)
-		c.queue.AddAfter(name, delay)
 	case csrpolicy.Ignore:
 		klog.FromContext(ctx).V(4).Info("Ignored CSR", "reasons", r.verdict.Reasons)
 		c.forget(name)
 	}
 
-	return nil
+	return again, nil
 }
 
 // review is the result of a review. The Node is nil if it does not exist.

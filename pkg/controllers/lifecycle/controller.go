@@ -52,6 +52,7 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/labels"
 	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/apimachinery/pkg/util/wait"
 	coreinformers "k8s.io/client-go/informers/core/v1"
 	"k8s.io/client-go/kubernetes"
 	corelisters "k8s.io/client-go/listers/core/v1"
@@ -237,13 +238,11 @@ func (c *Controller) Run(ctx context.Context) {
 		return // ctx has ended
 	}
 
-	done := make(chan struct{})
+	var group wait.Group
 
-	go func() {
-		defer close(done)
-
-		queue.Worker{Queue: c.queue, Subject: "node", Failure: "Failed to manage lifecycle of node; retrying", Sync: c.sync}.Run(ctx)
-	}()
+	group.Start(func() {
+		queue.Reconciler{Queue: c.queue, Subject: "node", Failure: "Failed to manage lifecycle of node; retrying", Sync: c.sync}.Run(ctx, 1)
+	})
 
 	for backoff.Sleep(ctx, c.config.Clock, checkInterval) {
 		c.reportMissing(c.observed.read())
@@ -257,8 +256,7 @@ func (c *Controller) Run(ctx context.Context) {
 		c.enqueueIf(func(node *corev1.Node) bool { return !nodespec.IsReady(node) })
 	}
 
-	c.queue.ShutDown()
-	<-done
+	group.Wait()
 	c.recordReset(context.WithoutCancel(ctx))
 }
 
@@ -294,7 +292,7 @@ func (c *Controller) reportMissing(now time.Duration) {
 }
 
 // sync taints or deletes the Node if the verdict says so.
-func (c *Controller) sync(ctx context.Context, nodename string) error {
+func (c *Controller) sync(ctx context.Context, nodename string) (again time.Duration, err error) {
 	ctx, cancel := context.WithTimeout(ctx, syncTimeout)
 	defer cancel()
 
@@ -303,7 +301,7 @@ func (c *Controller) sync(ctx context.Context, nodename string) error {
 		c.reporter.Forget(nodename)
 		delete(c.histories, nodename)
 
-		return nil
+		return 0, nil
 	}
 
 	settings, now := c.config.Settings(), c.observed.read()
@@ -327,14 +325,14 @@ func (c *Controller) sync(ctx context.Context, nodename string) error {
 	c.reporter.Report(nodename, node, v.problems(blocked, now-h.heardAt)...)
 
 	if taints := v.taints(node.Spec.Taints, settings, now-h.shutdownSince); !slices.Equal(taints, node.Spec.Taints) {
-		return c.setTaints(ctx, node, taints)
+		return 0, c.setTaints(ctx, node, taints)
 	}
 
 	if v.proof != "" && now-h.goneSince >= v.period && blocked == nil {
-		return c.delete(ctx, node, v, settings)
+		return 0, c.delete(ctx, node, v, settings)
 	}
 
-	return nil
+	return 0, nil
 }
 
 // isManaged reports whether the controller may write the Node.

@@ -193,20 +193,19 @@ func compareConditions(node *corev1.Node, o observation) (changes []corev1.NodeC
 }
 
 // addConditions adds the conditions to the plan. A Node gets its first conditions with its addresses or, if the addresses
-// are right, after it is initialized. addConditions queues a Node whose conditions change because time passes.
-func (c *Controller) addConditions(p *plan, node *corev1.Node, entry inventory.Entry, publish bool) {
+// are right, after it is initialized. recheck is true if conditions can change because time passes.
+func (c *Controller) addConditions(p *plan, node *corev1.Node, entry inventory.Entry, publish bool) (recheck bool) {
 	if !nodespec.IsTalos(node) || node.DeletionTimestamp != nil {
-		return
+		return false
 	}
 
 	if nodespec.IsUninitialized(node) && p.addresses == nil && !slices.ContainsFunc(node.Status.Conditions, isOwn) {
-		return
+		return false
 	}
 
 	p.observation = observation{entry: entry, mostRespond: c.config.Inventory.MostRespond(), publish: publish, now: c.config.Clock.Now()}
 
-	var recheck bool
-	if p.conditions, recheck = compareConditions(node, p.observation); recheck {
-		c.queue.AddAfter(node.Name, recheckInterval)
-	}
+	p.conditions, recheck = compareConditions(node, p.observation)
+
+	return recheck
 }

@@ -39,7 +39,6 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/apimachinery/pkg/util/sets"
-	"k8s.io/apimachinery/pkg/util/wait"
 	corev1ac "k8s.io/client-go/applyconfigurations/core/v1"
 	coreinformers "k8s.io/client-go/informers/core/v1"
 	"k8s.io/client-go/kubernetes"
@@ -198,21 +197,11 @@ func (c *Controller) Run(ctx context.Context) {
 		return
 	}
 
-	worker := queue.Worker{Queue: c.queue, Subject: "node", Failure: "Failed to update node; retrying", Sync: c.sync}
-
-	var group wait.Group
-
-	for range c.config.Workers {
-		group.StartWithContext(ctx, worker.Run)
-	}
-
-	<-ctx.Done()
-	c.queue.ShutDown()
-	group.Wait()
+	queue.Reconciler{Queue: c.queue, Subject: "node", Failure: "Failed to update node; retrying", Sync: c.sync}.Run(ctx, c.config.Workers)
 }
 
 // sync updates one Node and counts the result.
-func (c *Controller) sync(ctx context.Context, nodename string) error {
+func (c *Controller) sync(ctx context.Context, nodename string) (again time.Duration, err error) {
 	ctx, cancel := context.WithTimeout(ctx, syncTimeout)
 	defer cancel()
 
@@ -221,7 +210,7 @@ func (c *Controller) sync(ctx context.Context, nodename string) error {
 	node, err := c.lister.Get(nodename)
 	switch {
 	case err == nil:
-		result, err = c.syncNode(ctx, node)
+		result, again, err = c.syncNode(ctx, node)
 	case apierrors.IsNotFound(err):
 		err = nil
 
@@ -240,7 +229,7 @@ func (c *Controller) sync(ctx context.Context, nodename string) error {
 
 	syncs.WithLabelValues(result).Inc()
 
-	return err
+	return again, err
 }
 
 // Results of a sync, as label values of the metric.
@@ -254,7 +243,7 @@ const (
 
 // syncNode updates a Node. If the desired state is not known yet, it reports why and returns no error: the change that
 // resolves it queues the Node.
-func (c *Controller) syncNode(ctx context.Context, node *corev1.Node) (result string, err error) {
+func (c *Controller) syncNode(ctx context.Context, node *corev1.Node) (result string, again time.Duration, err error) {
 	entry, in := c.machineOf(node)
 	managed := isManaged(node, entry, in)
 
@@ -267,7 +256,7 @@ func (c *Controller) syncNode(ctx context.Context, node *corev1.Node) (result st
 	})
 
 	if !c.expectations.Satisfied(node) {
-		return resultUnchanged, nil
+		return resultUnchanged, 0, nil
 	}
 
 	p, isPending := &plan{}, false
@@ -275,12 +264,14 @@ func (c *Controller) syncNode(ctx context.Context, node *corev1.Node) (result st
 	if managed {
 		planned, problems, err := c.plan(node, entry, in)
 		if err != nil {
-			return "", fmt.Errorf("compare node %s: %w", node.Name, err)
+			return "", 0, fmt.Errorf("compare node %s: %w", node.Name, err)
 		}
 
 		c.report(node, problems)
 
-		if isPending = planned == nil; !isPending {
+		if isPending = planned == nil; isPending {
+			again = factsTimeout // nodespec may wait for facts until then
+		} else {
 			p = planned
 		}
 	} else {
@@ -288,16 +279,20 @@ func (c *Controller) syncNode(ctx context.Context, node *corev1.Node) (result st
 		c.report(node, nil)
 	}
 
-	c.addConditions(p, node, entry, managed && !in.Options.OmitConditions)
+	if c.addConditions(p, node, entry, managed && !in.Options.OmitConditions) {
+		again = recheckInterval
+	}
 
 	switch {
 	case !p.empty():
-		return c.update(ctx, node, *p) // the new version of the Node is queued
+		result, err = c.update(ctx, node, *p) // the new version of the Node is queued
 	case isPending:
-		return resultPending, nil
+		result = resultPending
 	default:
-		return resultUnchanged, nil
+		result = resultUnchanged
 	}
+
+	return result, again, err
 }
 
 // machineOf returns the machine of a Node and the input for its desired state.
@@ -321,10 +316,6 @@ func (c *Controller) plan(node *corev1.Node, entry inventory.Entry, in nodespec.
 	spec, problems := c.desired(node, entry, in)
 	for kind, why := range entry.Machine.Ignored {
 		problems = append(problems, events.Problem{Reason: ReasonInvalidValue, Subject: "machine//" + kind, Message: "Resources of the machine are ignored: " + why})
-	}
-
-	if spec == nil && in.AwaitsFacts {
-		c.queue.AddAfter(node.Name, factsTimeout)
 	}
 
 	if spec == nil {

@@ -62,7 +62,8 @@ func TestController_CountsPendingNodes(t *testing.T) {
 			}{{c.indexer.Add, test.want}, {c.indexer.Update, test.want}, {c.indexer.Delete, 0}} {
 				require.NoError(t, step.do(n))
 
-				require.NoError(t, c.sync(t.Context(), test.name))
+				_, err := c.sync(t.Context(), test.name)
+				require.NoError(t, err)
 
 				if got, err := testutil.GetGaugeMetricValue(gauge); err != nil || got != step.want {
 					t.Errorf("got %v, %v; want %v", got, err, step.want)

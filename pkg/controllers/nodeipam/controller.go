@@ -192,18 +192,15 @@ func (c *Controller) Run(ctx context.Context) {
 
 	var group wait.Group
 
-	worker := queue.Worker{Queue: c.queue, Subject: "node", Failure: "Failed to assign pod CIDRs; retrying", Sync: c.sync}
+	defer group.Wait()
 
-	for range workers {
-		group.StartWithContext(ctx, worker.Run)
-	}
+	group.Start(func() {
+		for c.queue.Add(refreshKey); backoff.Sleep(ctx, c.cfg.Clock, refreshInterval); {
+			c.queue.Add(refreshKey)
+		}
+	})
 
-	for c.queue.Add(refreshKey); backoff.Sleep(ctx, c.cfg.Clock, refreshInterval); {
-		c.queue.Add(refreshKey)
-	}
-
-	c.queue.ShutDown()
-	group.Wait()
+	queue.Reconciler{Queue: c.queue, Subject: "node", Failure: "Failed to assign pod CIDRs; retrying", Sync: c.sync}.Run(ctx, workers)
 }
 
 // listAllocations reads all Nodes from the API server. Without a resourceVersion the list is consistent, not served
@@ -224,14 +221,14 @@ func (c *Controller) listAllocations(ctx context.Context) error {
 
 // sync assigns podCIDRs to a Node that has none, and otherwise reports problems of its podCIDRs. If an input is missing,
 // it reports that and returns nil: the change that provides the input queues the Node again.
-func (c *Controller) sync(ctx context.Context, key string) error {
+func (c *Controller) sync(ctx context.Context, key string) (again time.Duration, err error) {
 	switch key {
 	case pendingKey:
 		c.enqueuePending()
 
-		return nil
+		return 0, nil
 	case refreshKey:
-		return c.refresh(ctx)
+		return 0, c.refresh(ctx)
 	}
 
 	node, _ := c.lister.Get(key) // fails only if there is none
@@ -240,7 +237,7 @@ func (c *Controller) sync(ctx context.Context, key string) error {
 	if node == nil {
 		c.reporter.Forget(key)
 
-		return nil
+		return 0, nil
 	}
 
 	network := c.cfg.ControlPlane.Current()
@@ -259,10 +256,10 @@ func (c *Controller) sync(ctx context.Context, key string) error {
 
 		c.report(node, append(a.mismatches(), problem)...)
 	case network != nil && nodespec.IsTalos(node) && node.DeletionTimestamp == nil: // otherwise, the first refresh queues the Node again
-		return c.assign(ctx, a, blocks)
+		err = c.assign(ctx, a, blocks)
 	}
 
-	return nil
+	return 0, err
 }
 
 // assign allocates blocks for a Node and writes them. It writes blocks again that were allocated before, if the result of

@@ -41,7 +41,6 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/labels"
 	"k8s.io/apimachinery/pkg/util/sets"
-	"k8s.io/apimachinery/pkg/util/wait"
 	applycorev1 "k8s.io/client-go/applyconfigurations/core/v1"
 	"k8s.io/client-go/informers"
 	coreinformers "k8s.io/client-go/informers/core/v1"
@@ -204,24 +203,17 @@ func (c *Controller) Run(ctx context.Context) {
 		return
 	}
 
-	var group wait.Group
-
-	worker := queue.Worker{Queue: c.queue, Subject: "key", Failure: "Failed to update load balancers; retrying", Sync: c.sync}
-	group.StartWithContext(ctx, worker.Run)
 	c.queue.Add(leasesKey)
 	c.Resync() // the handlers queue nothing if there are no objects
-
-	<-ctx.Done()
-	c.queue.ShutDown()
-	group.Wait()
+	queue.Reconciler{Queue: c.queue, Subject: "key", Failure: "Failed to update load balancers; retrying", Sync: c.sync}.Run(ctx, 1)
 }
 
 // sync checks all Leases, or brings all Services up to date. A failed write of one Service does not hold up the others.
-func (c *Controller) sync(ctx context.Context, key string) error {
+func (c *Controller) sync(ctx context.Context, key string) (again time.Duration, err error) {
 	if key == leasesKey {
 		c.checkLeases()
 
-		return nil
+		return leaseInterval, nil
 	}
 
 	// A list from the cache cannot fail.
@@ -251,8 +243,6 @@ func (c *Controller) sync(ctx context.Context, key string) error {
 		s.nodes[i].leaving = n.leaving || 2*silent <= machines && c.renewals[n.node.Name].isDown(n.entry)
 	}
 
-	c.queue.AddAfter(passKey, resyncPeriod)
-
 	decisions := s.decide()
 	errs := make([]error, len(decisions))
 
@@ -271,7 +261,7 @@ func (c *Controller) sync(ctx context.Context, key string) error {
 		c.reporter.Forget(name)
 	}
 
-	return errors.Join(errs...)
+	return resyncPeriod, errors.Join(errs...)
 }
 
 // endpoints returns a function that returns the EndpointSlices of a Service.
@@ -315,7 +305,6 @@ func (c *Controller) checkLeases() {
 	}
 
 	c.renewals = renewals
-	c.queue.AddAfter(leasesKey, leaseInterval)
 }
 
 // write applies the addresses of a Service if they differ. The request contains the resourceVersion of the snapshot, so

@@ -1,4 +1,4 @@
-// Package queue holds the work queue and the worker loop that all controllers share.
+// Package queue holds the work queue and the reconcile loop that all controllers share.
 package queue
 
 import (
@@ -6,6 +6,7 @@ import (
 	"time"
 
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/util/wait"
 	"k8s.io/client-go/util/workqueue"
 	"k8s.io/klog/v2"
 
@@ -39,38 +40,54 @@ func New(controller string) Queue {
 	}
 }
 
-// Worker reconciles one name at a time. Several workers can share a queue.
-type Worker struct {
+// Reconciler reconciles the names in a queue.
+type Reconciler struct {
 	Queue Queue
 	// Subject is the log key of the names: "node", "csr".
 	Subject string
 	// Failure is the log message for a failed Sync.
 	Failure string
-	// Sync reconciles a name. After an error, it is retried with backoff. Conflicts are not reported as failures.
-	Sync func(ctx context.Context, name string) error
+	// Sync reconciles a name, and again after a time unless that is zero. After an error, it is retried with backoff.
+	// Conflicts are not reported as failures.
+	Sync func(ctx context.Context, name string) (again time.Duration, err error)
 }
 
-// Run processes names until ctx ends or the queue is shut down.
-func (w Worker) Run(ctx context.Context) {
-	for w.next(ctx) {
+// Run reconciles names with a number of workers until ctx ends or the queue is shut down, and then returns when all
+// workers have ended.
+func (r Reconciler) Run(ctx context.Context, workers int) {
+	defer context.AfterFunc(ctx, r.Queue.ShutDown)()
+
+	var group wait.Group
+
+	for range workers {
+		group.Start(func() {
+			for r.next(ctx) {
+			}
+		})
 	}
+
+	group.Wait()
 }
 
-func (w Worker) next(ctx context.Context) bool {
-	name, shutdown := w.Queue.Get()
+func (r Reconciler) next(ctx context.Context) bool {
+	name, shutdown := r.Queue.Get()
 	if shutdown || ctx.Err() != nil {
 		return false
 	}
 
-	defer w.Queue.Done(name)
+	defer r.Queue.Done(name)
 
-	logger := klog.LoggerWithValues(klog.FromContext(ctx), w.Subject, name)
+	logger := klog.LoggerWithValues(klog.FromContext(ctx), r.Subject, name)
 
-	err := w.Sync(klog.NewContext(ctx, logger), name)
+	again, err := r.Sync(klog.NewContext(ctx, logger), name)
 
 	switch {
 	case err == nil:
-		w.Queue.Forget(name)
+		r.Queue.Forget(name)
+
+		if again > 0 {
+			r.Queue.AddAfter(name, again)
+		}
 
 		return true
 	case ctx.Err() != nil:
@@ -78,11 +95,11 @@ func (w Worker) next(ctx context.Context) bool {
 	case apierrors.IsConflict(err):
 		logger.V(4).Info("Object changed during reconciliation; retrying", "err", err)
 	default:
-		failures.WithLabelValues(w.Queue.controller).Inc()
-		logger.Error(err, w.Failure)
+		failures.WithLabelValues(r.Queue.controller).Inc()
+		logger.Error(err, r.Failure)
 	}
 
-	w.Queue.AddRateLimited(name)
+	r.Queue.AddRateLimited(name)
 
 	return true
 }
