@@ -161,7 +161,7 @@ func (o *Options) Flags() cliflag.NamedFlagSets {
 	fs.BoolVar(&o.DropPrivileges, "drop-privileges", o.DropPrivileges,
 		"Raise the open file limit and the OOM score, then switch to UID 50 and drop all capabilities at startup. Requires root and --run-dir.")
 	fs.Var(&o.MemoryCeiling, "memory-ceiling",
-		"Memory above which the process exits, such as 2Gi. If 0, it is 512Mi and 1Mi per initialized Node, but at most half of the machine's memory.")
+		"Memory above which the process exits, such as 2Gi. If 0, it is 512Mi and 1Mi per Node that it has labeled, but at most half of the machine's memory.")
 	fs.StringVar((*string)(&o.ProviderIDFallback), "provider-id-fallback", string(o.ProviderIDFallback),
 		"Source of the providerID on platforms that publish no providerID: 'uuid' (instance ID, or SMBIOS UUID if it is unique) or 'node-ip' (as in the upstream Talos CCM). "+
 			"global.providerIDFallback in the configuration takes precedence.")

@@ -102,6 +102,10 @@ func (v *View) Put(r resource.Resource) {
 		return
 	}
 
+	if config, ok := r.(*network.PlatformConfig); ok { // of which no Machine has more; an empty link takes 400 bytes
+		*config.TypedSpec() = network.PlatformConfigSpec{Metadata: config.TypedSpec().Metadata}
+	}
+
 	if i, found := v.find(r.Metadata()); found {
 		v.resources[i] = r
 	} else {
@@ -229,7 +233,7 @@ func bounded(s string) string {
 	return s
 }
 
-// limit removes texts that are longer than maxString from a struct with its structs and maps.
+// limit removes texts that are longer than maxString from a struct with its structs, lists and maps.
 func limit(v reflect.Value) {
 	for _, field := range v.Fields() {
 		switch kind := field.Kind(); {
@@ -237,6 +241,10 @@ func limit(v reflect.Value) {
 			field.SetZero()
 		case kind == reflect.Struct:
 			limit(field)
+		case kind == reflect.Slice && field.Type().Elem().Kind() == reflect.Struct:
+			for i := range field.Len() {
+				limit(field.Index(i))
+			}
 		case kind == reflect.Map:
 			for key, value := range field.Seq2() {
 				if max(key.Len(), value.Len()) > maxString {

@@ -5,6 +5,7 @@ import (
 	"math/rand/v2"
 	"net/netip"
 	"slices"
+	"strings"
 	"testing"
 
 	"github.com/cosi-project/runtime/pkg/resource"
@@ -304,6 +305,34 @@ func TestView_KeepsOnlyWhatItReports(t *testing.T) {
 	}
 
 	assert.Less(t, cap(view.Machine().Addresses), 2000)
+}
+
+func TestView_OmitsLongTextsInLists(t *testing.T) {
+	t.Parallel()
+
+	long := strings.Repeat("x", 4<<10+1)
+	status := runtime.NewMachineStatus()
+	status.TypedSpec().Status.UnmetConditions = []runtime.UnmetCondition{{Name: "nodeReady", Reason: long}}
+
+	address := network.NewAddressStatus(network.NamespaceName, "x")
+	address.TypedSpec().Address, address.TypedSpec().LinkName = netip.MustParsePrefix("192.0.2.1/24"), long
+
+	m := viewOf(status, address).Machine()
+	assert.Equal(t, []runtime.UnmetCondition{{Name: "nodeReady"}}, m.UnmetConditions)
+	require.Len(t, m.Addresses, 1)
+	assert.Empty(t, m.Addresses[0].Link)
+}
+
+// An empty link takes 400 bytes.
+func TestView_KeepsOnlyMetadataOfPlatformConfigs(t *testing.T) {
+	t.Parallel()
+
+	config := network.NewPlatformConfig(network.NamespaceName, network.PlatformConfigActiveID)
+	config.TypedSpec().Links = make([]network.LinkSpecSpec, 10_000)
+	config.TypedSpec().Metadata = &runtime.PlatformMetadataSpec{InstanceID: "i-1"}
+
+	viewOf(config)
+	assert.Equal(t, network.PlatformConfigSpec{Metadata: &runtime.PlatformMetadataSpec{InstanceID: "i-1"}}, *config.TypedSpec())
 }
 
 func TestView_IgnoresKindUntilItIsReplaced(t *testing.T) {

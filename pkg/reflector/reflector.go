@@ -19,7 +19,7 @@
 // unreachable machine.
 //
 // A machine that sends more than package talosapi allows is unreachable, too. If only facts exceed the limits, they are not
-// reported. The machines of Nodes that talos-ccm has not labeled yet have less, and places of their own.
+// reported. The machines of Nodes that are not known may send less, and take no places of known ones.
 package reflector
 
 import (
@@ -53,19 +53,22 @@ import (
 const (
 	// maxConnecting limits the machines that are read for the first time at once, from the TLS handshake to the first
 	// view. More at once need more memory and save no time. A machine that stalls delays others for at most slotTime, and
-	// only those of the same kind: Nodes that talos-ccm knows or not, after a success or a failure. A machine that drops
-	// packets delays none: the limits do not include TCP connection attempts.
+	// only those of the same kind: of known Nodes or of others, steady or not. A machine that drops packets delays none:
+	// the limits do not include TCP connection attempts.
 	maxConnecting = 32
 	slotTime      = time.Second
 
-	// maxPerAddress limits the sessions at one address, of known and other Nodes each. Only one Node can have a lasting
-	// session, unless the machine lies. The others wait at most for addressTime.
+	// maxPerAddress limits the sessions at one address, of known Nodes and of others. A machine reports one nodename, so
+	// only one Node has a lasting session, unless the machine lies. Others wait at most for addressTime.
 	maxPerAddress = 4
 	addressTime   = 10 * time.Second
 
-	// shortSession is how long a session must last at least. A machine whose sessions are shorter again and again is
-	// dialed less often.
+	// A machine is unsteady after a session that was shorter than shortSession, or failed to begin.
 	shortSession = time.Minute
+
+	// Shares of the machines of Nodes that are not known. A small new machine needs about a tenth of its own.
+	ownShare    = 128 << 10
+	commonShare = 64 << 20
 
 	backoffFirst = time.Second
 	backoffMax   = time.Minute
@@ -109,6 +112,7 @@ type task struct {
 	cancel    context.CancelFunc // nil if the task was not started
 	done      chan struct{}
 	outage    backoff.Outage // only the goroutine uses it
+	unsteady  bool           // only the goroutine uses it
 	failed    atomic.Bool    // whether the last attempt to connect to the first address failed
 
 	// Under Reflector.mu:
@@ -119,8 +123,8 @@ type task struct {
 
 // slot is what a semaphore limits: the sessions at an address, or the machines that are read for the first time.
 type slot struct {
-	addr          netip.Addr // zero for the machines that are read for the first time
-	known, failed bool       // as in task
+	addr            netip.Addr // zero for the machines that are read for the first time
+	known, unsteady bool       // as in task
 }
 
 // New returns a Reflector that tracks no Node yet.
@@ -129,6 +133,7 @@ func New(inventory Inventory, dial talosapi.DialFunc, clk clock.Clock) *Reflecto
 		inventory: inventory,
 		dial:      dial,
 		clock:     clk,
+		budget:    talosapi.Budget{Own: ownShare, Common: commonShare},
 		tasks:     map[string]*task{},
 		slots:     map[slot]chan struct{}{},
 		kinds:     machine.BaseKinds(),
@@ -279,7 +284,7 @@ func (r *Reflector) start(nodename string, addresses []netip.Addr, old *task) *t
 		old.stop()
 
 		if old != nil {
-			t.outage = old.outage
+			t.outage, t.unsteady = old.outage, old.unsteady
 			t.failed.Store(old.failed.Load())
 
 			r.mu.Lock()
@@ -303,7 +308,7 @@ func (t *task) stop() {
 
 // follow connects to the machine at one of its addresses, and reconnects until ctx is done.
 func (r *Reflector) follow(ctx context.Context, nodename string, t *task) {
-	delays, again := backoff.New(backoffFirst, backoffMax), false
+	delays := backoff.New(backoffFirst, backoffMax)
 
 	for ctx.Err() == nil {
 		started := r.clock.Now()
@@ -314,8 +319,8 @@ func (r *Reflector) follow(ctx context.Context, nodename string, t *task) {
 			return
 		}
 
-		isShort := r.clock.Since(started) < shortSession
-		if established && !isShort {
+		wasUnsteady := t.unsteady
+		if t.unsteady = !established || r.clock.Since(started) < shortSession; !t.unsteady {
 			delays = backoff.New(backoffFirst, backoffMax)
 		}
 
@@ -331,11 +336,9 @@ func (r *Reflector) follow(ctx context.Context, nodename string, t *task) {
 			klog.FromContext(ctx).V(2).Info("Watches of machine ended; reconnecting", "err", textOf(err))
 
 			delay = wait.Jitter(reconnectDelay, reconnectJitter)
-			if isShort && again {
+			if t.unsteady && wasUnsteady {
 				delay = delays.Step()
 			}
-
-			again = isShort
 		} else {
 			r.report(t.outage.Failed(klog.FromContext(ctx), r.clock.Now()), nodename, err)
 
@@ -370,14 +373,13 @@ func (r *Reflector) watchAny(ctx context.Context, nodename string, t *task) (est
 
 // watch runs one session with the machine at addr.
 func (r *Reflector) watch(ctx context.Context, nodename string, addr netip.Addr, t *task) (established bool, err error) {
-	r.mu.Lock()
+	share := r.newShare(t)
 
-	share, known := (*talosapi.Share)(nil), t.known
-	if !known {
-		share = r.budget.NewShare()
-	}
-
-	r.mu.Unlock()
+	defer func() {
+		if !established {
+			share.Release()
+		}
+	}()
 
 	st, err := r.dial(talosapi.WithShare(ctx, share), nodename, addr)
 	if err != nil {
@@ -386,7 +388,7 @@ func (r *Reflector) watch(ctx context.Context, nodename string, addr netip.Addr,
 
 	defer st.Close() //nolint:errcheck // no call is in flight
 
-	release, leave, err := r.enter(ctx, slot{addr: addr, known: known, failed: t.failed.Load()})
+	release, leave, err := r.enter(ctx, slot{addr: addr, known: share == nil, unsteady: t.unsteady})
 	if err != nil {
 		return false, err
 	}
@@ -428,19 +430,28 @@ func (r *Reflector) watch(ctx context.Context, nodename string, addr netip.Addr,
 		}
 	}
 
-	started := r.clock.Now()
-
 	established, err = s.run(ctx)
-	if !established {
-		share.Release()
-	}
 
-	// A long session that has used its share is renewed.
-	if exceeded := share.Err(); exceeded != nil && (!established || r.clock.Since(started) < shortSession) {
+	// Reading again and again what is polled uses the share, too.
+	if exceeded := share.Err(); exceeded != nil && established {
+		err = errSessionExpired
+	} else if exceeded != nil {
 		err = exceeded
 	}
 
 	return established, err
+}
+
+// newShare returns the share of a session; nil if the Node is known.
+func (r *Reflector) newShare(t *task) *talosapi.Share {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+
+	if t.known {
+		return nil
+	}
+
+	return r.budget.NewShare()
 }
 
 // keep replaces the share when the inventory has the view of another session. The caller holds Reflector.mu.
@@ -465,7 +476,7 @@ func (r *Reflector) enter(ctx context.Context, key slot) (release, leave func(),
 		return nil, nil, err
 	}
 
-	release, err = r.acquire(ctx, slot{known: key.known, failed: key.failed}, maxConnecting, nil)
+	release, err = r.acquire(ctx, slot{known: key.known, unsteady: key.unsteady}, maxConnecting, nil)
 	if err != nil {
 		free()
 

@@ -488,7 +488,7 @@ func TestReflector_LimitsWhatMachinesOfUnknownNodesSend(t *testing.T) {
 
 	assert.Greater(t, len(accepted), 8)
 	assert.Equal(t, inventory.Unreachable, s.get(refused).Condition)
-	assert.Contains(t, s.get(refused).Reason, "machine sent more than 128 KiB, and machines whose Nodes are not initialized use all of 64 MiB")
+	assert.Contains(t, s.get(refused).Reason, "machine sent more than 128 KiB, and machines of Nodes without labels of talos-ccm use all of 64 MiB")
 	s.reflector.Untrack(refused.Nodename())
 
 	s.follow(s.machine("worker-1"))
@@ -512,6 +512,25 @@ func TestReflector_LimitsWhatMachinesOfUnknownNodesSend(t *testing.T) {
 		return len(s.views(accepted[2])) == 2
 	})
 	assert.Equal(t, inventory.Current, track(s.machine("next-3"), false).Condition)
+}
+
+func TestReflector_RenewsSessionThatUsesItsShareForPolls(t *testing.T) {
+	t.Parallel()
+
+	s := newTimedSuite(t)
+	s.reflector.LimitShares(24<<10, 0)
+
+	worker := s.booting() // which is polled often
+	s.settle(worker)
+	s.eventually("there is another session", func() bool {
+		if n := s.clock.Waiters(); n == 1 || n == watchingTimers { // until the next attempt or poll
+			s.clock.Step(firstPoll)
+		}
+
+		return len(s.dials()) == 2
+	})
+	s.stepUntil("the machine is read again", func() bool { return sessions(worker) == 2 })
+	assert.Empty(t, s.inventory.unreachableMarks())
 }
 
 // A handshake costs more than breaking a connection.

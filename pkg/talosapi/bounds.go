@@ -14,6 +14,7 @@ import (
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
+	"google.golang.org/protobuf/encoding/protowire"
 	"google.golang.org/protobuf/proto"
 )
 
@@ -22,8 +23,13 @@ const (
 	// for each of them, and ignores its context while it does (resource.NewMetadataFromProto). Talos sets a few.
 	maxMetadata = 100
 
-	// minSize is what a resource or an event counts at least. Small ones need more memory than bytes on the wire.
-	minSize = 512
+	// minSize is what a resource or an event counts at least, and elementSize what an element of a repeated field counts in
+	// addition. Small ones need more memory than bytes on the wire: an empty link has two, and becomes 400.
+	minSize     = 512
+	elementSize = 64
+
+	// maxDepth is how deep messages are searched for elements. Those that the COSI client decodes are less deep.
+	maxDepth = 8
 
 	// maxMessage limits a message of a watch, and the answer to a Get. An empty event has two bytes and becomes 140. The
 	// largest real message is an update of a PlatformMetadata with 50 tags, which contains the previous version.
@@ -118,7 +124,11 @@ func (s *boundedStream) SendMsg(request any) (err error) {
 		return err
 	}
 
-	return s.ClientStream.SendMsg(request)
+	if err = s.ClientStream.SendMsg(request); err != nil {
+		s.cancel()
+	}
+
+	return err
 }
 
 // RecvMsg implements grpc.ClientStream. It ends the stream with the first error.
@@ -162,12 +172,14 @@ type bounds struct {
 }
 
 func (b *bounds) checkListed(r *v1alpha1.Resource) error {
-	b.total += size(r)
+	n := size(r, r)
+
+	b.total += n
 	if b.total > b.limit {
 		return b.exceeded()
 	}
 
-	if err := b.share.charge(size(r)); err != nil {
+	if err := b.share.charge(n); err != nil {
 		return err
 	}
 
@@ -182,11 +194,13 @@ func (b *bounds) checkEvents(list []*v1alpha1.Event, now time.Time) error {
 	}
 
 	for _, event := range list {
-		if b.sent += size(event); b.sent > 2*b.limit {
+		n := size(event, event.GetResource(), event.GetOld())
+
+		if b.sent += n; b.sent > 2*b.limit {
 			return status.Errorf(codes.ResourceExhausted, "%s: machine sent changes of more than %d KiB in a minute", b.kind, 2*b.limit>>10)
 		}
 
-		if err := b.share.charge(size(event)); err != nil {
+		if err := b.share.charge(n); err != nil {
 			return err
 		}
 
@@ -204,7 +218,7 @@ func (b *bounds) checkEvents(list []*v1alpha1.Event, now time.Time) error {
 			b.total -= b.sizes[id]
 			delete(b.sizes, id)
 		default: // the COSI client takes unknown types for CREATED
-			present := size(event.GetResource())
+			present := size(event.GetResource(), event.GetResource())
 			b.total += present - b.sizes[id]
 			b.sizes[id] = present
 		}
@@ -235,4 +249,51 @@ func (b *bounds) exceeded() error {
 	return status.Errorf(codes.ResourceExhausted, "%s: machine has more than %d KiB of them", b.kind, b.limit>>10)
 }
 
-func size(m proto.Message) int { return max(proto.Size(m), minSize) }
+// size returns what a message with resources counts.
+func size(m proto.Message, resources ...*v1alpha1.Resource) int {
+	size := max(proto.Size(m), minSize)
+
+	for _, r := range resources {
+		count, _ := elements(r.GetSpec().GetProtoSpec(), maxDepth)
+		size += elementSize * count
+	}
+
+	return size
+}
+
+// elements returns the number of elements of repeated fields in an encoded message, without the first of each field. It
+// includes those of messages in it, for which it also takes strings that happen to be valid ones.
+func elements(message []byte, depth int) (count int, isValid bool) {
+	var seen uint64 // fields; higher numbers are of one
+
+	for len(message) > 0 {
+		number, kind, n := protowire.ConsumeTag(message)
+		if n < 0 {
+			return count, false
+		}
+
+		length := protowire.ConsumeFieldValue(number, kind, message[n:])
+		if length < 0 {
+			return count, false
+		}
+
+		if kind == protowire.BytesType {
+			field := uint64(1) << min(number, 63)
+			if seen&field != 0 {
+				count++
+			}
+
+			seen |= field
+
+			if value, _ := protowire.ConsumeBytes(message[n:]); depth > 0 {
+				if inner, ok := elements(value, depth-1); ok {
+					count += inner
+				}
+			}
+		}
+
+		message = message[n+length:]
+	}
+
+	return count, true
+}

@@ -25,6 +25,30 @@ func newBounds() *bounds {
 	return &bounds{kind: k8s.NodenameType, limit: 100 << 10, sizes: map[string]int{}}
 }
 
+// An empty element takes two bytes on the wire, and up to 400 in memory.
+func TestElements_CountsThoseOfRepeatedFields(t *testing.T) {
+	nest := func(message string) string { return "\x0a" + string(rune(len(message))) + message }
+	deep := "\x12\x00\x12\x00"
+
+	for range 7 {
+		deep = nest(deep)
+	}
+
+	for message, want := range map[string]int{
+		"":                 0,
+		"\x12\x00\x1a\x00": 0, // different fields
+		"\x12\x00\x1a\x00\x12\x00\x08\x01\x1a\x00\x12\x00": 3,
+		strings.Repeat("\xfa\x07\x00\x8a\x08\x00", 5):      9, // fields 127 and 129
+		nest("\x12\x00\x12\x00"):                           1,
+		deep:                                               1,
+		nest("\x12\x00\x12\x00broken"):                     0, // a string
+		"\x12\x00\x12\x00broken":                           1,
+	} {
+		count, _ := elements([]byte(message), maxDepth)
+		assert.Equal(t, want, count, "%q", message)
+	}
+}
+
 // A resource may change for as long as the watch lasts.
 func TestBounds_LimitChangesPerMinute(t *testing.T) {
 	b, now := newBounds(), time.Now()

@@ -195,8 +195,9 @@ func TestDial_RefusesWhatExceedsLimits(t *testing.T) {
 		"101 labels":             {repeated(1, machineStatus(withLabels(101))), metadata, metadata},
 		"together 101":           {repeated(1, machineStatus(withMetadata(50, 26, 25))), metadata, metadata},
 		"together 100":           {repeated(1, machineStatus(withMetadata(50, 25, 25))), "", ""},
-		"60,000 empty elements":  {repeated(1, machineStatus(withEmptyConditions(60_000))), "", ""},
-		"70,000 empty elements":  {repeated(1, machineStatus(withEmptyConditions(70_000))), "", size},
+		"3,000 empty elements":   {repeated(1, machineStatus(withEmptyConditions(3_000))), "", ""},
+		"5,000 empty elements":   {repeated(1, machineStatus(withEmptyConditions(5_000))), total, total},
+		"70,000 empty elements":  {repeated(1, machineStatus(withEmptyConditions(70_000))), total, size},
 		"140,000 empty elements": {repeated(1, machineStatus(withEmptyConditions(140_000))), size, size},
 		"512 small resources":    {repeated(511, machineStatus()), "", ""}, // and its own
 		"513 small resources":    {repeated(512, machineStatus()), total, total},

@@ -9,23 +9,18 @@ import (
 	"google.golang.org/grpc/status"
 )
 
-const (
-	// ownShare is what a machine may always send in a session. A new machine needs about a tenth of it.
-	ownShare = 128 << 10
-
-	// commonShare is what all machines with a Share may send beyond it, together.
-	commonShare = 64 << 20
-)
-
 // Budget limits what the machines of unknown Nodes send, since it takes memory: a bootstrap token can register any number
-// of Nodes, and one attacker can respond for all of them. The zero value is ready to use.
+// of Nodes, and one attacker can respond for all of them.
 type Budget struct {
+	// Own is what a machine may always send in a session, in bytes. Common is what all machines may send beyond it, together.
+	Own, Common int
+
 	mu    sync.Mutex
-	spent int // of commonShare, in bytes
+	spent int // of Common
 }
 
-// Share is the part of a Budget that one session has. It counts what arrives over the connection, and again each resource,
-// which can need more memory. A nil Share has no limit. All methods are safe for concurrent use.
+// Share is the part of a Budget that one session has. It adds the bytes received and the size of each resource, as the
+// limits of lists count it. A nil Share has no limit. All methods are safe for concurrent use.
 type Share struct {
 	budget   *Budget
 	received int
@@ -54,7 +49,7 @@ func (s *Share) Release() {
 
 	if !s.released {
 		s.released = true
-		s.budget.spent -= max(0, s.received-ownShare)
+		s.budget.spent -= max(0, s.received-s.budget.Own)
 	}
 }
 
@@ -71,8 +66,8 @@ func (s *Share) Err() error {
 		return nil
 	}
 
-	return status.Errorf(codes.ResourceExhausted, "machine sent more than %d KiB, and machines whose Nodes are not initialized use all of %d MiB",
-		ownShare>>10, commonShare>>20)
+	return status.Errorf(codes.ResourceExhausted, "machine sent more than %d KiB, and machines of Nodes without labels of talos-ccm use all of %d MiB",
+		s.budget.Own>>10, s.budget.Common>>20)
 }
 
 // charge counts n bytes.
@@ -84,8 +79,8 @@ func (s *Share) charge(n int) error {
 	s.budget.mu.Lock()
 
 	if !s.released {
-		spent := s.budget.spent + max(0, s.received+n-ownShare) - max(0, s.received-ownShare)
-		if s.exceeded = s.exceeded || spent > max(s.budget.spent, commonShare); !s.exceeded {
+		spent := s.budget.spent + max(0, s.received+n-s.budget.Own) - max(0, s.received-s.budget.Own)
+		if s.exceeded = s.exceeded || spent > max(s.budget.spent, s.budget.Common); !s.exceeded {
 			s.received += n
 			s.budget.spent = spent
 		}

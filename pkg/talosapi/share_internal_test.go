@@ -11,8 +11,9 @@ import (
 func TestShare_IsOwnThenCommon(t *testing.T) {
 	t.Parallel()
 
-	var budget Budget
+	const ownShare, commonShare = 128 << 10, 64 << 20
 
+	budget := Budget{Own: ownShare, Common: commonShare}
 	greedy, modest := budget.NewShare(), budget.NewShare()
 	assert.NoError(t, greedy.charge(ownShare+commonShare))
 	assert.NoError(t, modest.charge(ownShare), "every machine has a share of its own")
@@ -42,6 +43,6 @@ func TestShare_NilHasNoLimit(t *testing.T) {
 	var share *Share
 
 	share.Release()
-	assert.NoError(t, share.charge(2*commonShare))
+	assert.NoError(t, share.charge(1<<40))
 	assert.NoError(t, share.Err())
 }

@@ -75,9 +75,11 @@ const (
 	// ownedRetry replaces that backoff while a different Node owns a requested name or address.
 	ownedRetry = 10 * time.Second
 
-	// All machines of a large cluster have responded or failed to respond within warmUpTimeout.
-	warmUpTimeout  = time.Minute
-	warmUpInterval = 100 * time.Millisecond
+	// All machines of a large cluster have responded or failed to respond within warmUpTimeout, and those that do not stall
+	// within recordedTimeout.
+	warmUpTimeout   = time.Minute
+	recordedTimeout = 10 * time.Second
+	warmUpInterval  = 100 * time.Millisecond
 )
 
 // indexPending is the index of pending requests by the name of the Node whose kubelet made them.
@@ -117,7 +119,8 @@ type Controller struct {
 	queue    queue.Queue
 	backoff  workqueue.TypedRateLimiter[string]
 
-	warm    atomic.Bool // the machines have responded or failed to respond
+	started time.Time   // of Run, after the caches have synced
+	warm    atomic.Bool // all machines have responded or failed to respond
 	mu      sync.Mutex
 	pending sets.Set[string] // names of the requests that wait for this controller's decision
 }
@@ -222,14 +225,15 @@ func (c *Controller) Run(ctx context.Context) {
 		return
 	}
 
+	c.started = time.Now()
 	group.StartWithContext(ctx, c.warmUp)
 
 	queue.Reconciler{Queue: c.queue, Subject: "csr", Failure: "Failed to review CSR; retrying", Sync: c.sync}.Run(ctx, c.cfg.Workers)
 }
 
 // warmUp waits until each machine has responded or failed to respond, at most warmUpTimeout. The machines respond to a
-// new leader one after the other; what one reports must not count before the others could report that they own it. So only
-// requests for what the Node certainly owns are reviewed before.
+// new leader one after the other; what one reports must not count before the others could report that they own it. After
+// recordedTimeout, only those that stall have not, and they do not hold up requests for what is recorded.
 func (c *Controller) warmUp(ctx context.Context) {
 	var unknown []string
 
@@ -253,13 +257,19 @@ func (c *Controller) warmUp(ctx context.Context) {
 	c.Resync()
 }
 
-// isRecorded reports whether a request is for nothing but the name and the recorded address of its Node.
+// isRecorded reports whether a request is for nothing but the name and the recorded address of a Node that has one. This
+// includes invalid requests, which have no names and addresses.
 func (c *Controller) isRecorded(request *csrpolicy.Request, nodename string) bool {
 	node, err := c.cfg.Nodes.Lister().Get(nodename)
+	if err != nil {
+		return false
+	}
+
+	recorded := nodespec.RecordedAddress(node)
 	names, ips := request.Subjects()
 
-	return err == nil && !slices.ContainsFunc(names, func(name string) bool { return name != machine.CanonicalName(nodename) }) &&
-		!slices.ContainsFunc(ips, func(ip netip.Addr) bool { return ip != nodespec.RecordedAddress(node) })
+	return recorded.IsValid() && !slices.ContainsFunc(names, func(name string) bool { return name != nodename }) &&
+		!slices.ContainsFunc(ips, func(ip netip.Addr) bool { return ip != recorded })
 }
 
 // sync reviews one request and writes the decision, if there is one.
@@ -284,8 +294,11 @@ func (c *Controller) sync(ctx context.Context, name string) (again time.Duration
 
 	csr, _ := obj.(*certificatesv1.CertificateSigningRequest)
 
-	if !c.warm.Load() && !c.isRecorded(csrpolicy.Parse(csr), nodenames[0]) {
-		return 0, nil // warmUp will queue it
+	if !c.warm.Load() {
+		early := time.Until(c.started.Add(recordedTimeout))
+		if !c.isRecorded(csrpolicy.Parse(csr), nodenames[0]) || early > 0 {
+			return max(0, early), nil // warmUp will queue it
+		}
 	}
 
 	r, err := c.review(ctx, csr, nodenames[0])

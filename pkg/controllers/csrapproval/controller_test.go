@@ -87,8 +87,8 @@ func TestController_NewLeaderWaitsForMachines(t *testing.T) {
 	s.assertPending(name)
 }
 
-// A Node whose machine stalls can hold up only what it could own.
-func TestController_NewLeaderApprovesRecordedAddressesAtOnce(t *testing.T) {
+// A machine that stalls holds up only what is not recorded.
+func TestController_NewLeaderApprovesRecordedAddresses(t *testing.T) {
 	s := alone(t)
 
 	recorded, kubelet := s.pinned()
