@@ -29,11 +29,11 @@ var (
 
 // Address is one address on one link of the machine (network/AddressStatus).
 type Address struct {
-	Prefix netip.Prefix
+	Prefix netip.Prefix `yaml:"prefix"`
 	// Link is the name of the link, or LinkExternal.
-	Link  string
-	Scope nethelpers.Scope
-	Flags nethelpers.AddressFlags
+	Link  string                  `yaml:"link,omitempty"`
+	Scope nethelpers.Scope        `yaml:"scope,omitempty"`
+	Flags nethelpers.AddressFlags `yaml:"flags,omitempty"`
 }
 
 // unstable are the flags of addresses that a machine does not keep or cannot use yet.

@@ -19,29 +19,29 @@ import (
 type Facts struct {
 	// Addresses are on networks that the machine is attached to: no addresses of pods and Services, virtual IPs or
 	// temporary addresses. Subnets are the subnets of Addresses.
-	Addresses []string
-	Subnets   []string
+	Addresses []string `yaml:"addresses,omitempty"`
+	Subnets   []string `yaml:"subnets,omitempty"`
 	// Links are the names of links, without those of pods.
-	Links []string
+	Links []string `yaml:"links,omitempty"`
 	// Gateways are the default gateways of the main routing table.
-	Gateways []string
+	Gateways []string `yaml:"gateways,omitempty"`
 	// CPUModel is the model of the first socket with a processor.
-	CPUModel string
+	CPUModel string `yaml:"cpuModel,omitempty"`
 	// CPUs is the number of threads, and MemoryMiB the size of all memory modules; empty if unknown.
-	CPUs      string
-	MemoryMiB string
+	CPUs      string `yaml:"cpus,omitempty"`
+	MemoryMiB string `yaml:"memoryMiB,omitempty"`
 	// PCIDevices have the form <class>:<vendor>:<product>, as in `lspci -n`.
-	PCIDevices []string
-	SecureBoot bool
+	PCIDevices []string `yaml:"pciDevices,omitempty"`
+	SecureBoot bool     `yaml:"secureBoot,omitempty"`
 	// KernelArgs are the values of kernel arguments by name. The values of a repeated argument are joined by commas.
-	KernelArgs map[string]string
+	KernelArgs map[string]string `yaml:"kernelArgs,omitempty"`
 	// Meta are the values of META keys by ID, such as "0x0c".
-	Meta         map[string]string
-	TalosVersion string
+	Meta         map[string]string `yaml:"meta,omitempty"`
+	TalosVersion string            `yaml:"talosVersion,omitempty"`
 	// Extensions are the versions of system extensions by name.
-	Extensions map[string]string
+	Extensions map[string]string `yaml:"extensions,omitempty"`
 	// Schematic is the version of the extension "schematic", which Image Factory adds to every image: the schematic's ID.
-	Schematic string
+	Schematic string `yaml:"schematic,omitempty"`
 }
 
 // FactKinds is a set of the kinds that Facts depend on: the bit i is set if factKinds[i] is in the set.

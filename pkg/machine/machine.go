@@ -17,68 +17,70 @@ import (
 // Machine is the view of one Talos machine. The zero value is a machine that has published nothing yet.
 //
 // Copies of a Machine share maps and slices: treat it as read-only.
+//
+// The tags are the keys in the files of package preview. A netip type has no omitempty, which would always omit it.
 type Machine struct {
 	// Nodename is the name under which the machine's kubelet registers (k8s/Nodename). It is the machine's identity:
 	// a Machine belongs to a Node only if the two names are equal.
-	Nodename string
+	Nodename string `yaml:"nodename,omitempty"`
 	// NodeID is random and kept in the STATE partition (cluster/Identity): it survives reboots and upgrades, but not a
 	// reset or a reinstallation that wipes STATE. A clone of the disk has the same one.
-	NodeID string
+	NodeID string `yaml:"nodeID,omitempty"`
 	// Endpoint is the address at which the machine responds, whatever it reports. On the local machine, whose API is a
 	// socket, it is an address of the Node that the machine has. The zero value is unknown.
-	Endpoint netip.Addr
+	Endpoint netip.Addr `yaml:"endpoint"`
 	// ControlPlane is true if the machine is verified to be a control-plane machine: it is the local machine, or responds
 	// at an address that no kubelet can write.
-	ControlPlane bool
+	ControlPlane bool `yaml:"controlPlane,omitempty"`
 	// EphemeralID is the UUID of the file system or the encrypted volume on the partition EPHEMERAL, on which the
 	// kubelet keeps its certificates. Talos chooses another one whenever it formats the partition. It is empty if there
 	// is no such partition, as in a container, or more than one (block/DiscoveredVolumes).
-	EphemeralID string
+	EphemeralID string `yaml:"ephemeralID,omitempty"`
 	// Hostname and Domainname are in use on the machine (network/HostnameStatus); Domainname may be empty.
-	Hostname   string
-	Domainname string
+	Hostname   string `yaml:"hostname,omitempty"`
+	Domainname string `yaml:"domainname,omitempty"`
 	// ClusterName is the name of the Talos cluster (cluster/Infos); empty if not published.
-	ClusterName string
+	ClusterName string `yaml:"clusterName,omitempty"`
 	// Type is control plane or worker.
-	Type talosmachine.Type
+	Type talosmachine.Type `yaml:"type,omitempty"`
 	// Stage is what the machine is doing, such as running or resetting (runtime/MachineStatus).
-	Stage runtime.MachineStage
+	Stage runtime.MachineStage `yaml:"stage,omitempty"`
 	// UnmetConditions are why the machine is not ready in its stage (runtime/MachineStatus); none if it is ready.
-	UnmetConditions []runtime.UnmetCondition
+	UnmetConditions []runtime.UnmetCondition `yaml:"unmetConditions,omitempty"`
 	// Platform is the platform's metadata. Until the metadata service responds, Talos publishes it with only the
 	// platform name set (network/PlatformConfigApplyController).
-	Platform runtime.PlatformMetadataSpec
+	Platform runtime.PlatformMetadataSpec `yaml:"platform,omitempty"`
 	// PlatformPublished is true once the platform driver has delivered its configuration, even an empty one: a
 	// network/PlatformConfig exists ("active" from this boot, or "cached" from an earlier one) and names the same
 	// instance as Platform.
-	PlatformPublished bool
+	PlatformPublished bool `yaml:"platformPublished,omitempty"`
 	// PlatformFromCache is true while the platform configuration is from an earlier boot. Talos keeps it on disk and
 	// applies it until the metadata service responds (network/PlatformConfigLoadController, Talos 1.12 and later). The
 	// disk may have belonged to another instance.
-	PlatformFromCache bool
+	PlatformFromCache bool `yaml:"platformFromCache,omitempty"`
 	// System is the SMBIOS system information; the zero value if there is none.
-	System hardware.SystemInformationSpec
+	System hardware.SystemInformationSpec `yaml:"system,omitempty"`
 	// Addresses are all addresses on the machine's links, sorted by resource ID, such as "eth0/10.0.0.1/24".
-	Addresses []Address
+	Addresses []Address `yaml:"addresses,omitempty"`
 	// NodeIPs are the addresses that Talos passes to the kubelet (k8s/NodeIPs), at most one of each IP family.
-	NodeIPs []netip.Addr
+	NodeIPs []netip.Addr `yaml:"nodeIPs,omitempty"`
 	// ExcludedSubnets never contain a node IP of this machine: pod and service CIDRs and virtual IPs
 	// (k8s/NodeIPConfigs).
-	ExcludedSubnets []netip.Prefix
+	ExcludedSubnets []netip.Prefix `yaml:"excludedSubnets,omitempty"`
 	// ValidSubnets are the subnets of machine.kubelet.nodeIP, in the operator's order (k8s/NodeIPConfigs).
-	ValidSubnets []ValidSubnet
-	// FactKinds are the kinds of Facts that were read. Facts are nil if there are none.
-	FactKinds FactKinds
-	Facts     *Facts
+	ValidSubnets []ValidSubnet `yaml:"validSubnets,omitempty"`
+	// FactKinds are the kinds of Facts that were read. Facts are nil if there are none. Files have all kinds.
+	FactKinds FactKinds `yaml:"-"`
+	Facts     *Facts    `yaml:"facts,omitempty"`
 	// Ignored are the kinds of resources that exceed a limit, with the reason. Their facts are not reported, or are the
 	// last ones that did not exceed it.
-	Ignored map[resource.Type]string
+	Ignored map[resource.Type]string `yaml:"ignored,omitempty"`
 }
 
 // ValidSubnet is a subnet that has node IPs or, if inverted, that has none.
 type ValidSubnet struct {
-	Prefix   netip.Prefix
-	Inverted bool
+	Prefix   netip.Prefix `yaml:"prefix"`
+	Inverted bool         `yaml:"inverted,omitempty"`
 }
 
 // Equal reports whether two views are the same.

@@ -1,0 +1,63 @@
+package preview
+
+import (
+	"errors"
+	"fmt"
+	"io"
+	"strings"
+
+	"go.yaml.in/yaml/v4"
+
+	"github.com/talos-ccm/talos-ccm/pkg/machine"
+	"github.com/talos-ccm/talos-ccm/pkg/version"
+)
+
+// savedMachine is the content of a machine's file.
+type savedMachine struct {
+	// Version is the version of talos-ccm that wrote the file; empty if the file was written by hand.
+	Version         string `yaml:"version,omitempty"`
+	machine.Machine `yaml:",inline"`
+}
+
+// notYAML escapes the characters that JSON allows in a string, but YAML does not.
+var notYAML = strings.NewReplacer("\u0085", `\u0085`, "\ufffe", `\ufffe`, "\uffff", `\uffff`)
+
+// WriteMachine writes a machine with all facts as JSON, for ReadMachine.
+func WriteMachine(out io.Writer, m machine.Machine) error {
+	var (
+		document yaml.Node // has the keys of Talos's types, which have no JSON tags
+		value    any
+		text     strings.Builder
+	)
+
+	if err := errors.Join(document.Encode(savedMachine{version.Version(), m}), document.Decode(&value), write(&text, "json", &value, nil)); err != nil {
+		return fmt.Errorf("encode machine %s: %w", m.Nodename, err)
+	}
+
+	_, err := notYAML.WriteString(out, text.String())
+
+	return err
+}
+
+// ReadMachine reads what WriteMachine has written, or a YAML document with the same keys. Unknown keys are errors. If another
+// version of talos-ccm wrote the file, unknown keys are ignored, and otherVersion is that version.
+func ReadMachine(text []byte) (m machine.Machine, otherVersion string, err error) {
+	var header struct {
+		Version string `yaml:"version"`
+	}
+
+	if err := yaml.Load(text, &header); err != nil {
+		return machine.Machine{}, "", err
+	}
+
+	if header.Version != version.Version() {
+		otherVersion = header.Version
+	}
+
+	saved := savedMachine{Machine: machine.Machine{FactKinds: machine.AllFacts}}
+	if err := yaml.Load(text, &saved, yaml.WithKnownFields(otherVersion == "")); err != nil {
+		return machine.Machine{}, "", err
+	}
+
+	return saved.Machine, otherVersion, nil
+}
