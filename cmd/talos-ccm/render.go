@@ -1,12 +1,11 @@
 package main
 
 import (
-	"cmp"
 	"errors"
 	"fmt"
 	"io"
+	"math"
 	"net/netip"
-	"strings"
 
 	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"
@@ -16,10 +15,11 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
 	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
 	"github.com/talos-ccm/talos-ccm/pkg/preview"
+	"github.com/talos-ccm/talos-ccm/pkg/version"
 )
 
-// maxMachineFile limits the size of talosctl's output, which is about 10 MB for a thousand machines.
-const maxMachineFile = 256 << 20
+// formatMachine is the output format of a file for --machine.
+const formatMachine = "machine"
 
 // renderOptions are the flags of `talos-ccm render`.
 type renderOptions struct {
@@ -31,7 +31,6 @@ type renderOptions struct {
 	version string
 	nodeIPs []string
 	output  string
-	kinds   machine.Kinds // that the configuration uses
 }
 
 func newRenderCommand() *cobra.Command {
@@ -48,12 +47,10 @@ It reads the machine over the Talos API, as talosctl does:
 
   talos-ccm render --node 10.0.0.2 --config config.yaml
 
-or from a file with the output of talosctl in YAML or JSON. The file may contain several machines:
+or from a file that it has written before. The file has all that a configuration can use:
 
-  ` + preview.Command(machine.BaseKinds()) + ` > machine.yaml
-  talos-ccm render --machine machine.yaml --config config.yaml
-
-If the configuration uses facts from other resources, a warning names these.
+  talos-ccm render --node 10.0.0.2 -o machine > machine.json
+  talos-ccm render --machine machine.json --config config.yaml
 
 The exit code is 1 if the configuration is invalid, if the machine cannot be read, or if the Node
 would stay uninitialized. Invalid values, which talos-ccm omits, are printed as problems and do not
@@ -63,12 +60,12 @@ affect the exit code.`,
 	}
 
 	flags := cmd.Flags()
-	flags.StringVar(&o.machine, "machine", "", "File with the output of talosctl, or - for standard input.")
+	flags.StringVar(&o.machine, "machine", "", "File with the output of -o machine, or - for standard input.")
 	flags.StringVarP(&o.node, "node", "n", "", "Name or address of a machine to read over the Talos API.")
 	flags.StringVar(&o.arch, "arch", "", "Architecture of the Node as reported by its kubelet, such as amd64.")
 	flags.StringVar(&o.version, "kubernetes-version", "", "Kubernetes version of the Node as reported by its kubelet, such as v1.36.2.")
 	flags.StringSliceVar(&o.nodeIPs, "node-ip", nil, "Node IPs of the kubelet. (default: the node IPs that Talos configures)")
-	addChoice(flags, &o.output, "output", "o", "Output format", preview.Formats()...)
+	addChoice(flags, &o.output, "output", "o", "Output format", append(preview.Formats(), formatMachine)...)
 	o.spec.add(flags)
 	o.talos.add(flags)
 
@@ -88,8 +85,6 @@ func (o *renderOptions) run(cmd *cobra.Command, _ []string) error {
 		return err
 	}
 
-	o.kinds = kindsOf(options)
-
 	kubelet := preview.Kubelet{Architecture: o.arch, KubernetesVersion: o.version}
 
 	for _, text := range o.nodeIPs {
@@ -101,22 +96,22 @@ func (o *renderOptions) run(cmd *cobra.Command, _ []string) error {
 		kubelet.NodeIPs = append(kubelet.NodeIPs, ip)
 	}
 
-	machines, err := o.machines(cmd)
+	m, err := o.read(cmd, kindsOf(options))
 	if err != nil {
 		return err
 	}
 
-	if len(machines) > 1 && len(kubelet.NodeIPs) > 0 {
-		return fmt.Errorf("--node-ip cannot be used with more than one machine, got %d", len(machines))
+	if o.output == formatMachine {
+		return preview.WriteMachine(cmd.OutOrStdout(), m)
 	}
 
-	reports := preview.Render(machines, kubelet, options)
-	if err := preview.Write(cmd.OutOrStdout(), o.output, reports); err != nil {
+	report := preview.Render(m, kubelet, options)
+	if err := preview.Write(cmd.OutOrStdout(), o.output, report); err != nil {
 		return err
 	}
 
-	if pending := (preview.Comparison{Nodes: reports}).Pending(); len(pending) > 0 {
-		return fmt.Errorf("nodes not ready to initialize: %s", strings.Join(pending, ", "))
+	if report.Pending {
+		return fmt.Errorf("node not ready to initialize: %s", report.Name)
 	}
 
 	return nil
@@ -161,34 +156,35 @@ func (f *nodeFlags) options(stdin io.Reader) (nodespec.Options, error) {
 	return ccm.NodeOptions(c, config.ProviderIDFallback(f.fallback)), nil
 }
 
-func (o *renderOptions) machines(cmd *cobra.Command) ([]preview.Machine, error) {
+// read reads resources of the given kinds over the Talos API, or of all kinds for a file; or it reads the file.
+func (o *renderOptions) read(cmd *cobra.Command, kinds machine.Kinds) (machine.Machine, error) {
 	if o.node == "" {
 		return o.readFile(cmd)
 	}
 
-	reader, err := o.talos.open(cmd.Context(), o.kinds)
+	if o.output == formatMachine {
+		kinds = kinds.WithFacts(machine.AllFacts)
+	}
+
+	reader, err := o.talos.open(cmd.Context(), kinds)
 	if err != nil {
-		return nil, fmt.Errorf("read machine %s: %w", o.node, err)
+		return machine.Machine{}, fmt.Errorf("read machine %s: %w", o.node, err)
 	}
 	defer reader.close()
 
 	m, err := reader.read(cmd.Context(), o.node)
 	if err != nil {
-		return nil, fmt.Errorf("read machine %s: %w", o.node, err)
+		return machine.Machine{}, fmt.Errorf("read machine %s: %w", o.node, err)
 	}
 
-	return []preview.Machine{{Node: o.node, Machine: m}}, nil
+	return m, nil
 }
 
-// readFile reads machines from the output of talosctl. It prints a warning if resources may be missing.
-func (o *renderOptions) readFile(cmd *cobra.Command) ([]preview.Machine, error) {
-	text, err := readInput(cmd.InOrStdin(), o.machine, maxMachineFile+1)
-	if err == nil && len(text) > maxMachineFile {
-		err = fmt.Errorf("file is larger than %d MiB", maxMachineFile>>20)
-	}
-
+// readFile reads the machine of a file. It prints a warning if another version wrote the file.
+func (o *renderOptions) readFile(cmd *cobra.Command) (machine.Machine, error) {
+	text, err := readInput(cmd.InOrStdin(), o.machine, math.MaxInt64)
 	if err != nil {
-		return nil, fmt.Errorf("read machine: %w", err)
+		return machine.Machine{}, fmt.Errorf("read machine: %w", err)
 	}
 
 	source := o.machine
@@ -196,38 +192,18 @@ func (o *renderOptions) readFile(cmd *cobra.Command) ([]preview.Machine, error) 
 		source = "stdin"
 	}
 
-	machines, err := preview.Parse(text, o.kinds)
+	m, otherVersion, err := preview.ReadMachine(text)
+	if err == nil && m.Nodename == "" {
+		err = errors.New("no nodename")
+	}
+
 	if err != nil {
-		return nil, fmt.Errorf("read machine from %s: %w", source, err)
+		return machine.Machine{}, fmt.Errorf("read machine from %s: %w", source, err)
 	}
 
-	incomplete := false
-
-	for _, m := range machines {
-		if m.IsEmpty() {
-			return nil, fmt.Errorf("read machine from %s: %s; save all resources:\n  %s", source, lack(m, m.Missing), preview.Command(o.kinds))
-		}
-
-		if len(m.Missing) > 0 {
-			fmt.Fprintf(cmd.ErrOrStderr(), "Warning: %s: %s\n", source, lack(m, m.Missing))
-
-			incomplete = true
-		}
+	if otherVersion != "" {
+		fmt.Fprintf(cmd.ErrOrStderr(), "Warning: talos-ccm %s wrote %s; talos-ccm %s ignores keys that it does not know\n", otherVersion, source, version.Version())
 	}
 
-	if incomplete {
-		fmt.Fprintf(cmd.ErrOrStderr(), "If the machine has such resources, the result may be wrong. To print all of them:\n  %s\n", preview.Command(o.kinds))
-	}
-
-	return machines, nil
-}
-
-// lack says that resources of the kinds are missing. The output of talosctl without --nodes does not name the machine.
-func lack(m preview.Machine, kinds []string) string {
-	text := "no " + strings.Join(kinds, ", ")
-	if name := cmp.Or(m.Node, m.Machine.Nodename); name != "" {
-		text += " of machine " + name
-	}
-
-	return text
+	return m, nil
 }

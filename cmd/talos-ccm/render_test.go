@@ -1,7 +1,6 @@
 package main
 
 import (
-	"bytes"
 	"context"
 	"encoding/json"
 	"errors"
@@ -10,7 +9,6 @@ import (
 	"net/netip"
 	"os"
 	"path/filepath"
-	"strings"
 	"testing"
 
 	talosmachine "github.com/siderolabs/talos/pkg/machinery/config/machine"
@@ -20,13 +18,13 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
-	"github.com/talos-ccm/talos-ccm/pkg/machine"
 	"github.com/talos-ccm/talos-ccm/pkg/preview"
 	"github.com/talos-ccm/talos-ccm/pkg/talostest"
+	"github.com/talos-ccm/talos-ccm/pkg/version"
 )
 
-// printed is recorded output of talosctl for two machines, talos-cp and talos-wk.
-const printed = "../../pkg/preview/testdata/talos-v1.13.5.yaml"
+// recorded is the file of a worker with Talos v1.13.5 in a container, talos-wk.
+const recorded = "testdata/machine.json"
 
 const someRules = `
 transformations:
@@ -42,17 +40,9 @@ transformations:
 
 // pendingMachine is a machine that has not published its platform.
 const pendingMachine = `
-node: n
-metadata: {type: Nodenames.kubernetes.talos.dev, id: nodename}
-spec: {nodename: worker-1}
----
-node: n
-metadata: {type: AddressStatuses.net.talos.dev, id: eth0/10.0.0.1/24}
-spec: {address: 10.0.0.1/24, linkName: eth0, scope: global}
----
-node: n
-metadata: {type: NodeIPs.kubernetes.talos.dev, id: kubelet}
-spec: {addresses: [10.0.0.1]}
+nodename: worker-1
+addresses: [{prefix: 10.0.0.1/24, link: eth0}]
+nodeIPs: [10.0.0.1]
 `
 
 // file writes content to a temporary file and returns its path.
@@ -72,17 +62,17 @@ func rendered(t *testing.T, stdin string, args ...string) (stdout, stderr string
 	return execute(t, newRenderCommand(), stdin, args...)
 }
 
-// reportsOf runs the command, which must succeed, and returns the reports.
-func reportsOf(t *testing.T, args ...string) []preview.Report {
+// reportOf runs the command, which must succeed, and returns the report.
+func reportOf(t *testing.T, args ...string) preview.Report {
 	t.Helper()
 
 	stdout, _, err := rendered(t, "", append(args, "--output", "json")...)
 	require.NoError(t, err)
 
-	var reports []preview.Report
-	require.NoError(t, json.Unmarshal([]byte(stdout), &reports))
+	var report preview.Report
+	require.NoError(t, json.Unmarshal([]byte(stdout), &report))
 
-	return reports
+	return report
 }
 
 // valuesOf returns the values of a report with their fields and keys.
@@ -104,50 +94,35 @@ func TestRender_HelpShowsUsage(t *testing.T) {
 		"providerID source for platforms that publish no providerID, unless the configuration has global.providerIDFallback: uuid, node-ip.")
 }
 
-func TestRender_PrintsNodesAndRules(t *testing.T) {
-	stdout, stderr, err := rendered(t, "", "--machine", printed, "--config", file(t, someRules))
+func TestRender_PrintsNodeAndRules(t *testing.T) {
+	stdout, stderr, err := rendered(t, "", "--machine", recorded, "--config", file(t, someRules))
 	require.NoError(t, err)
-
-	controlPlane, worker, _ := strings.Cut(stdout, "Node talos-wk")
-
-	assertContains(t, controlPlane, "Node talos-cp", "talos://container/10.77.0.2", "InternalIP")
-	assertContains(t, worker, "example.org/size", "2CPU-2048RAM", "topology.kubernetes.io/zone", "rack-1", "rule zones")
-	assert.NotContains(t, controlPlane, "rule zones")
-	assertContains(t, stderr, "no systeminformations of machine 10.77.0.3", preview.Command(machine.BaseKinds()))
+	assertContains(t, stdout, "Node talos-wk", "talos://container/10.77.0.3", "InternalIP", "example.org/size", "2CPU-2048RAM", "topology.kubernetes.io/zone", "rack-1", "rule zones")
+	assert.Empty(t, stderr)
 }
 
 func TestRender_ReadsStandardInput(t *testing.T) {
-	text, err := os.ReadFile(printed)
+	text, err := os.ReadFile(recorded)
 	require.NoError(t, err)
 
 	piped, _, err := rendered(t, string(text), "--machine", "-")
 	require.NoError(t, err)
 
-	fromFile, _, err := rendered(t, "", "--machine", printed)
+	fromFile, _, err := rendered(t, "", "--machine", recorded)
 	require.NoError(t, err)
 	assert.Equal(t, fromFile, piped)
 }
 
 func TestRender_UsesKubeletFlags(t *testing.T) {
-	text, err := os.ReadFile(printed)
-	require.NoError(t, err)
-
-	_, _, err = rendered(t, "", "--machine", printed, "--node-ip", "10.77.0.3")
-	assert.ErrorContains(t, err, "--node-ip cannot be used with more than one machine")
-
 	rules := file(t, "global: {clusterName: mine}\ntransformations:\n- labels: {arch: '{{ .Architecture }}'}\n")
-	_, tail, _ := bytes.Cut(text, []byte("node: 10.77.0.3\n"))
-	worker := file(t, "node: 10.77.0.3\n"+string(tail))
-	report := reportsOf(t, "--machine", worker, "--node-ip", "10.77.0.3", "--arch", "arm64", "--config", rules)[0]
+	report := reportOf(t, "--machine", recorded, "--node-ip", "169.254.116.108", "--arch", "arm64", "--config", rules)
 
-	assert.Subset(t, valuesOf(report), []string{"label arch=arm64", "label node.cloudprovider.kubernetes.io/clustername=mine"})
+	assert.Subset(t, valuesOf(report), []string{"address InternalIP=169.254.116.108", "label arch=arm64", "label node.cloudprovider.kubernetes.io/clustername=mine"})
 }
 
 func TestRender_Fails(t *testing.T) {
 	pending := file(t, pendingMachine)
-	table := file(t, "NODE       NAMESPACE   TYPE               ID                 VERSION\n10.0.0.2   runtime     PlatformMetadata   platformmetadata   1\n")
-	anonymous := file(t, "node:\nmetadata: {type: Nodenames.kubernetes.talos.dev, id: nodename}\nspec: {nodename: worker-1}\n")
-	unnamed := file(t, pendingMachine+"---\nnode: m\nmetadata: {type: Nodenames.kubernetes.talos.dev, id: nodename}\nspec: {nodename: \"\"}\n")
+	mistake := file(t, pendingMachine+"system: {serialNumber: a}\n")
 
 	for _, test := range []struct {
 		name, want string
@@ -155,17 +130,16 @@ func TestRender_Fails(t *testing.T) {
 	}{
 		{"without a machine", "machine", nil},
 		{"with --machine and --node", "none of the others can be", []string{"--machine", "-", "--node", "127.0.0.1"}},
-		{"with a missing configuration file", "read configuration", []string{"--machine", printed, "--config", "/nowhere"}},
-		{"with an invalid configuration", "file.yaml:3:", []string{"--machine", printed, "--config", file(t, "global: {}\n\nmistake: 1\n")}},
+		{"with a missing configuration file", "read configuration", []string{"--machine", recorded, "--config", "/nowhere"}},
+		{"with an invalid configuration", "file.yaml:3:", []string{"--machine", recorded, "--config", file(t, "global: {}\n\nmistake: 1\n")}},
 		{"with a missing machine file", "read machine: open /nowhere", []string{"--machine", "/nowhere"}},
-		{"with another kind of document", "document 1, from line 1", []string{"--machine", file(t, "kind: Node\n")}},
-		{"with a pending Node", "nodes not ready to initialize: worker-1", []string{"--machine", pending}},
-		{"with no addresses of a machine without --nodes", "read machine from " + anonymous + ": no platformmetadatas, addressstatuses, machinestatuses, ", []string{"--machine", anonymous}},
-		{"with a table", "read machine from " + table + ": the input is a table, which omits most values: add -o yaml", []string{"--machine", table}},
-		{"with an empty nodename", "read machine from " + unnamed + ": no platformmetadatas, addressstatuses, machinestatuses, nodenames, ", []string{"--machine", unnamed}},
-		{"with an invalid node IP", "--node-ip", []string{"--machine", printed, "--node-ip", "localhost"}},
-		{"with an unknown output format", `invalid argument "wide"`, []string{"--machine", printed, "-o", "wide"}},
-		{"with an unknown fallback", "--provider-id-fallback", []string{"--machine", printed, "--provider-id-fallback", "mac"}},
+		{"with an unknown key of a machine", "read machine from " + mistake + ": yaml: construct errors: line 5: field serialNumber not found", []string{"--machine", mistake}},
+		{"with an empty file", "read machine from stdin: ", []string{"--machine", "-"}},
+		{"without a nodename", ": no nodename", []string{"--machine", file(t, "platform: {platform: metal}\n")}},
+		{"with a pending Node", "node not ready to initialize: worker-1", []string{"--machine", pending}},
+		{"with an invalid node IP", "--node-ip", []string{"--machine", recorded, "--node-ip", "localhost"}},
+		{"with an unknown output format", `invalid argument "wide"`, []string{"--machine", recorded, "-o", "wide"}},
+		{"with an unknown fallback", "--provider-id-fallback", []string{"--machine", recorded, "--provider-id-fallback", "mac"}},
 		{"with an unknown talosconfig context", `context "nowhere" not found`, []string{"--node", "127.0.0.1", "--talosconfig", file(t, "context: nowhere\n")}},
 		{"with a missing talosconfig", "talosconfig", []string{"--node", "127.0.0.1", "--talosconfig", "/nowhere"}},
 	} {
@@ -176,77 +150,43 @@ func TestRender_Fails(t *testing.T) {
 	}
 }
 
-func TestRender_ShowsRulesForMetadataOnly(t *testing.T) {
-	const spec = "{platform: openstack, hostname: talos-wk, instanceType: large}\n"
+func TestRender_WarnsOfFileOfOtherVersion(t *testing.T) {
+	other := file(t, "version: v9.9.9\nunknown: 1\nplatformPublished: true\nplatform: {platform: container}\n"+pendingMachine)
 
-	for name, machine := range map[string]string{
-		"with its node":    "node: 10.0.0.2\nmetadata: {type: PlatformMetadatas.talos.dev, id: platformmetadata}\nspec: " + spec,
-		"without its node": "metadata: {type: PlatformMetadatas.talos.dev, id: platformmetadata}\nspec: " + spec,
-	} {
-		t.Run(name, func(t *testing.T) {
-			stdout, stderr, err := rendered(t, machine, "--machine", "-", "--config", file(t, someRules))
-			require.NoError(t, err)
-
-			for _, want := range []string{
-				`Node talos-wk\n`, `unknown +addresses +missing resources of the machine\n`, `unknown +name `, `unknown +providerID `,
-				`label +example.org/size +large +rule zones\n`, `label +topology.kubernetes.io/zone +rack-1 +rule zones\n`,
-			} {
-				assert.Regexp(t, want, stdout)
-			}
-
-			assert.Contains(t, stderr, "Warning: stdin: no addressstatuses, machinestatuses, nodenames, ")
-		})
-	}
-}
-
-func TestRender_WarnsOfMissingFactsOnlyIfTheyAreUsed(t *testing.T) {
-	const metadata = "metadata: {type: PlatformMetadatas.talos.dev, id: platformmetadata}\nspec: {platform: metal, hostname: web}\n"
-
-	rule := "transformations: [{labels: {a: '{{ first .Gateways }}-{{ .CPUs }}'}}]\n"
-	_, stderr, err := rendered(t, metadata, "--machine", "-", "--config", file(t, rule))
+	stdout, stderr, err := rendered(t, "", "--machine", other)
 	require.NoError(t, err)
-	assert.Contains(t, stderr, "routestatuses")
-	assert.Contains(t, stderr, "processors")
-
-	for _, other := range []string{"pcidevices", "linkstatuses", "metakeys", "memorymodules"} {
-		assert.NotContains(t, stderr, other)
-	}
+	assert.Contains(t, stdout, "Node worker-1\n")
+	assert.Equal(t, "Warning: talos-ccm v9.9.9 wrote "+other+"; talos-ccm "+version.Version()+" ignores keys that it does not know\n", stderr)
 }
 
 func TestRender_AcceptsExtensionServiceConfig(t *testing.T) {
-	reports := reportsOf(t, "--machine", printed, "--config", "testdata/config/good-document.yaml")
-	assert.Contains(t, reports[0].Changes, preview.Change{Field: "label", Key: "team", After: new("web"), From: "rule web"})
+	report := reportOf(t, "--machine", recorded, "--config", "testdata/config/good-document.yaml")
+	assert.Contains(t, report.Changes, preview.Change{Field: "label", Key: "team", After: new("web"), From: "rule web"})
 }
 
 func TestRender_PrintsWhyNodeIsPending(t *testing.T) {
-	stdout, stderr, err := rendered(t, pendingMachine, "--machine", "-")
+	stdout, _, err := rendered(t, pendingMachine, "--machine", "-")
 	assert.Error(t, err)
 	assert.Regexp(t, "problem +MetadataPending +Node cannot be initialized yet: the machine has not published its platform yet\n", stdout)
-	assertContains(t, stderr, "Warning: stdin: no platformmetadatas, machinestatuses, ", " of machine n\n")
 }
 
 func TestRender_UsesProviderIDFallback(t *testing.T) {
-	smbios := "---\nnode: 10.77.0.3\nmetadata: {type: SystemInformations.hardware.talos.dev, id: systeminformation}\nspec: {uuid: 30a0bdf7-4b1a-4f0e-9f86-2a3d64a3c5ee}\n"
-
-	text, err := os.ReadFile(printed)
-	require.NoError(t, err)
-
-	machines := file(t, string(text)+smbios)
+	machine := file(t, pendingMachine+"platformPublished: true\nplatform: {platform: container}\nsystem: {uuid: 30a0bdf7-4b1a-4f0e-9f86-2a3d64a3c5ee}\n")
 
 	for _, test := range []struct {
 		name, want string
 		args       []string
 	}{
 		{"the UUID", "talos://container/30a0bdf7-4b1a-4f0e-9f86-2a3d64a3c5ee", nil},
-		{"the flag", "talos://container/10.77.0.3", []string{"--provider-id-fallback", "node-ip"}},
-		{"the configuration", "talos://container/10.77.0.3", []string{"--config", file(t, "global: {providerIDFallback: node-ip}\n")}},
+		{"the flag", "talos://container/10.0.0.1", []string{"--provider-id-fallback", "node-ip"}},
+		{"the configuration", "talos://container/10.0.0.1", []string{"--config", file(t, "global: {providerIDFallback: node-ip}\n")}},
 		{
 			"the configuration rather than the flag", "talos://container/30a0bdf7-4b1a-4f0e-9f86-2a3d64a3c5ee",
 			[]string{"--provider-id-fallback", "node-ip", "--config", file(t, "global: {providerIDFallback: uuid}\n")},
 		},
 	} {
 		t.Run(test.name, func(t *testing.T) {
-			assert.Contains(t, valuesOf(reportsOf(t, append(test.args, "--machine", machines)...)[1]), "providerID ="+test.want)
+			assert.Contains(t, valuesOf(reportOf(t, append(test.args, "--machine", machine)...)), "providerID ="+test.want)
 		})
 	}
 }
@@ -306,8 +246,7 @@ func TestRender_ReadsLiveMachine(t *testing.T) {
 
 	for _, node := range []string{worker.Address().String(), "worker-1.example.invalid"} {
 		t.Run(node, func(t *testing.T) {
-			report := reportsOf(t, "--node", node, "--talosconfig", talosconfig)[0]
-			assert.Equal(t, node, report.Node)
+			report := reportOf(t, "--node", node, "--talosconfig", talosconfig)
 			assert.Equal(t, "worker-1", report.Name)
 			assert.Contains(t, valuesOf(report), "providerID =aws:///worker-1")
 		})
@@ -319,13 +258,18 @@ func TestRender_ReadsLiveMachine(t *testing.T) {
 		require.NoError(t, worker.State().Create(t.Context(), meta))
 
 		rule := file(t, "transformations: [{labels: {rack: '{{ index .Meta \"0x0c\" }}'}}]\n")
-		report := reportsOf(t, "--node", worker.Address().String(), "--talosconfig", talosconfig, "--config", rule)[0]
+		report := reportOf(t, "--node", worker.Address().String(), "--talosconfig", talosconfig, "--config", rule)
 		assert.Contains(t, valuesOf(report), "label rack=rack-7")
+
+		// The file has the facts, too, although it was written without the rule.
+		saved, _, err := rendered(t, "", "--node", worker.Address().String(), "--talosconfig", talosconfig, "-o", "machine")
+		require.NoError(t, err)
+		assert.Equal(t, report, reportOf(t, "--machine", file(t, saved), "--config", rule))
 	})
 
 	t.Run("with the talosconfig of the environment", func(t *testing.T) {
 		t.Setenv("TALOSCONFIG", talosconfig)
-		reportsOf(t, "--node", worker.Address().String())
+		reportOf(t, "--node", worker.Address().String())
 	})
 
 	t.Run("with the talosconfig of the user", func(t *testing.T) {
@@ -337,7 +281,7 @@ func TestRender_ReadsLiveMachine(t *testing.T) {
 	})
 
 	t.Run("without endpoints", func(t *testing.T) {
-		reportsOf(t, "--node", worker.Address().String(), "--talosconfig", writeTalosconfig(t, site))
+		reportOf(t, "--node", worker.Address().String(), "--talosconfig", writeTalosconfig(t, site))
 	})
 
 	t.Run("with an endpoint that does not forward", func(t *testing.T) {
@@ -365,7 +309,7 @@ func TestRender_UsesContextAndEndpoints(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "talosconfig")
 	require.NoError(t, config.Save(path))
 
-	reportsOf(t, "--node", site.Machine("worker-1").Address().String(), "--talosconfig", path, "--context", name, "-e", site.Machine("cp-1").Address().String())
+	reportOf(t, "--node", site.Machine("worker-1").Address().String(), "--talosconfig", path, "--context", name, "-e", site.Machine("cp-1").Address().String())
 }
 
 func TestRender_RejectsLiveMachineWithoutNodename(t *testing.T) {
@@ -405,13 +349,13 @@ func TestRender_FindsMemberIfNameServerDoesNotRespond(t *testing.T) {
 
 	site, talosconfig := liveSite(t)
 	addMember(t, site)
-	assert.Equal(t, "worker-1", reportsOf(t, "--node", "worker-1.example.invalid", "--talosconfig", talosconfig)[0].Name)
+	assert.Equal(t, "worker-1", reportOf(t, "--node", "worker-1.example.invalid", "--talosconfig", talosconfig).Name)
 }
 
 func TestRender_OnlyListsResourcesOfLiveMachine(t *testing.T) {
 	site, talosconfig := liveSite(t)
 	worker := site.Machine("worker-1")
-	reportsOf(t, "--node", worker.Address().String(), "--talosconfig", talosconfig)
+	reportOf(t, "--node", worker.Address().String(), "--talosconfig", talosconfig)
 
 	for _, call := range worker.Calls() {
 		assert.Equal(t, "/cosi.resource.State/List", call.Method)

@@ -153,10 +153,10 @@ func (r *reader) read(t *testing.T, b block) {
 	case "document":
 		parsed(t, mounted(t, b.content))
 	case "machine": // read as by `render --machine`
-		machines, err := preview.Parse([]byte(b.content), machine.BaseKinds().WithFacts(machine.AllFacts))
+		m, _, err := preview.ReadMachine([]byte(b.content))
 		require.NoError(t, err)
 
-		r.machine = machines[0].Machine
+		r.machine = m
 		requirePublished(t, r.machine.Platform)
 	case "node": // the values that the rules set on the machine's Node
 		var want rendered

@@ -3,11 +3,11 @@ package preview_test
 import (
 	"bytes"
 	"encoding/json"
-	"os"
 	"slices"
 	"testing"
 	"time"
 
+	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 	corev1 "k8s.io/api/core/v1"
@@ -17,7 +17,6 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/controllers/node"
 	"github.com/talos-ccm/talos-ccm/pkg/internal/events"
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
-	"github.com/talos-ccm/talos-ccm/pkg/machine"
 	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
 	"github.com/talos-ccm/talos-ccm/pkg/preview"
 )
@@ -85,11 +84,8 @@ func TestWriteComparison_YAMLAndJSON(t *testing.T) {
 }
 
 func TestCompare_Addresses(t *testing.T) {
-	output, err := os.ReadFile("testdata/talos-v1.13.5.yaml")
-	require.NoError(t, err)
-
-	machines, err := preview.Parse(output, machine.BaseKinds())
-	require.NoError(t, err)
+	m := running("talos-wk", "10.77.0.3")
+	m.Platform = runtime.PlatformMetadataSpec{Platform: "container", Hostname: "talos-wk"}
 
 	internal := corev1.NodeAddress{Type: corev1.NodeInternalIP, Address: "10.77.0.3"}
 	name := corev1.NodeAddress{Type: corev1.NodeHostName, Address: "talos-wk"}
@@ -107,7 +103,7 @@ func TestCompare_Addresses(t *testing.T) {
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			found := inventory.New(time.Now)
-			found.Replace("talos-wk", machines[1].Machine)
+			found.Replace("talos-wk", m)
 
 			before := &corev1.Node{
 				ObjectMeta: metav1.ObjectMeta{Name: "talos-wk"},

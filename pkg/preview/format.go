@@ -17,18 +17,8 @@ import (
 // Formats returns the output formats of Write and WriteComparison, the default first.
 func Formats() []string { return []string{"table", "yaml", "json"} }
 
-// Write writes the reports in one of Formats: a table per Node, or a YAML or JSON list.
-func Write(out io.Writer, format string, reports []Report) error {
-	return write(out, format, reports, func(text io.Writer) {
-		for i, r := range reports {
-			if i > 0 {
-				fmt.Fprintln(text)
-			}
-
-			r.table(text)
-		}
-	})
-}
+// Write writes the report in one of Formats.
+func Write(out io.Writer, format string, r Report) error { return write(out, format, r, r.table) }
 
 // WriteComparison writes the comparison in one of Formats.
 func WriteComparison(out io.Writer, format string, c Comparison) error {
@@ -91,10 +81,6 @@ func (r Report) table(out io.Writer) {
 	}
 
 	columns := tabwriter.NewWriter(out, 0, 0, 2, ' ', 0)
-
-	for _, part := range r.Unknown {
-		writeRow(columns, "  unknown", part, "", "missing resources of the machine")
-	}
 
 	if r.ProviderID != nil {
 		writeRow(columns, "  providerID", "", r.ProviderID.Current, "kept; a new Node would get "+r.ProviderID.New)

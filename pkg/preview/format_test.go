@@ -2,7 +2,6 @@ package preview_test
 
 import (
 	"bytes"
-	"encoding/json"
 	"strings"
 	"testing"
 
@@ -15,39 +14,39 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/rules"
 )
 
-func reports() []preview.Report {
-	return []preview.Report{
-		{
-			Node: "10.0.0.1",
-			Name: "worker-1",
-			Changes: []preview.Change{
-				{Field: "providerID", After: new("aws:///eu-1/i-1"), From: "machine"},
-				{Field: "address", Key: "InternalIP", After: new("10.0.0.1"), From: "machine"},
-				{Field: "address", Key: "InternalDNS", After: new("a.b"), From: "rule dns"},
-				{Field: "label", Key: "example.org/role", After: new("web"), From: "rule web"},
-				{Field: "label", Key: "topology.kubernetes.io/zone", After: new("eu-1"), From: "machine"},
-				{Field: "annotation", Key: "note", After: new("two\nlines & a \x1b[31mcolor"), From: "rule web"},
-				{Field: "taint", Key: "dedicated:NoSchedule", After: new("web"), From: "rule web, at initialization"},
-				{Field: "taint", Key: "slow:NoExecute", After: new(""), From: "rule slow, enforced"},
-			},
-			Rules:    []rules.Match{{Rule: "web"}, {Rule: "gpu", Mismatch: "does not apply: spot Exists"}},
-			Problems: []events.Problem{{Reason: "InvalidValue", Message: "rule \"web\": labels[bad]"}},
+func report() preview.Report {
+	return preview.Report{
+		Name: "worker-1",
+		Changes: []preview.Change{
+			{Field: "providerID", After: new("aws:///eu-1/i-1"), From: "machine"},
+			{Field: "address", Key: "InternalIP", After: new("10.0.0.1"), From: "machine"},
+			{Field: "address", Key: "InternalDNS", After: new("a.b"), From: "rule dns"},
+			{Field: "label", Key: "example.org/role", After: new("web"), From: "rule web"},
+			{Field: "label", Key: "topology.kubernetes.io/zone", After: new("eu-1"), From: "machine"},
+			{Field: "annotation", Key: "note", After: new("two\nlines & a \x1b[31mcolor"), From: "rule web"},
+			{Field: "taint", Key: "dedicated:NoSchedule", After: new("web"), From: "rule web, at initialization"},
+			{Field: "taint", Key: "slow:NoExecute", After: new(""), From: "rule slow, enforced"},
 		},
-		{Name: "worker-2", Pending: true, Unmanaged: true, Problems: []events.Problem{{Reason: "MetadataPending", Message: "no platform"}}},
+		Rules:    []rules.Match{{Rule: "web"}, {Rule: "gpu", Mismatch: "does not apply: spot Exists"}},
+		Problems: []events.Problem{{Reason: "InvalidValue", Message: "rule \"web\": labels[bad]"}},
 	}
 }
 
-func format(t *testing.T, name string, reports []preview.Report) string {
+func format(t *testing.T, name string, report preview.Report) string {
 	t.Helper()
 
 	var out bytes.Buffer
-	require.NoError(t, preview.Write(&out, name, reports))
+	require.NoError(t, preview.Write(&out, name, report))
 
 	return out.String()
 }
 
 func TestWrite_Table(t *testing.T) {
-	const want = `
+	for _, test := range []struct {
+		name, want string
+		report     preview.Report
+	}{
+		{"managed", `
 Node worker-1
   + providerID                               aws:///eu-1/i-1                  machine
   + address     InternalIP                   10.0.0.1                         machine
@@ -60,12 +59,17 @@ Node worker-1
     rule        web                              applies
     rule        gpu                              does not apply: spot Exists
     problem     InvalidValue                 rule "web": labels[bad]
-
+`, report()},
+		{"not managed", `
 Node worker-2
   not managed: nodes.selector does not select the machine, so talos-ccm would write none of the values below
     problem  MetadataPending  no platform
-`
-	assert.Equal(t, squeeze(want), squeeze("\n"+format(t, "table", reports())))
+`, preview.Report{Name: "worker-2", Pending: true, Unmanaged: true, Problems: []events.Problem{{Reason: "MetadataPending", Message: "no platform"}}}},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			assert.Equal(t, squeeze(test.want), squeeze("\n"+format(t, "table", test.report)))
+		})
+	}
 }
 
 // squeeze removes the padding of the columns.
@@ -82,23 +86,17 @@ func squeeze(table string) []string {
 func TestWrite_YAMLAndJSON(t *testing.T) {
 	for _, name := range []string{"yaml", "json"} {
 		t.Run(name, func(t *testing.T) {
-			text := format(t, name, reports())
+			text := format(t, name, report())
 			assert.Contains(t, text, "lines & a", "output has HTML escapes")
 
-			var got []preview.Report
+			var got preview.Report
 			require.NoError(t, yaml.UnmarshalStrict([]byte(text), &got))
-			assert.Equal(t, reports(), got)
+			assert.Equal(t, report(), got)
 		})
 	}
 }
 
-func TestWrite_EmptyListIsNotNull(t *testing.T) {
-	var list []any
-	assert.NoError(t, json.Unmarshal([]byte(format(t, "json", []preview.Report{})), &list))
-	assert.NotNil(t, list)
-}
-
 func TestWrite_RejectsUnknownFormat(t *testing.T) {
-	err := preview.Write(&bytes.Buffer{}, "xml", reports())
+	err := preview.Write(&bytes.Buffer{}, "xml", report())
 	assert.ErrorContains(t, err, "table, yaml, json")
 }

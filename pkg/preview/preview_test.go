@@ -15,7 +15,6 @@ import (
 	corev1 "k8s.io/api/core/v1"
 
 	"github.com/talos-ccm/talos-ccm/pkg/controllers/node"
-	"github.com/talos-ccm/talos-ccm/pkg/internal/events"
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
 	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
 	"github.com/talos-ccm/talos-ccm/pkg/preview"
@@ -33,10 +32,10 @@ func compile(t testing.TB, list ...rules.Rule) *rules.Set {
 }
 
 // renderOne returns the report of one machine with rules.
-func renderOne(t *testing.T, m preview.Machine, list ...rules.Rule) preview.Report {
+func renderOne(t *testing.T, m machine.Machine, list ...rules.Rule) preview.Report {
 	t.Helper()
 
-	return preview.Render([]preview.Machine{m}, preview.Kubelet{}, nodespec.Options{Rules: compile(t, list...)})[0]
+	return preview.Render(m, preview.Kubelet{}, nodespec.Options{Rules: compile(t, list...)})
 }
 
 // everyKind is a rule that sets one value of each kind and has one invalid value.
@@ -76,7 +75,7 @@ func flat(r preview.Report) nodespec.Spec {
 	return spec
 }
 
-// TestRender_EqualsDesiredSpec compares reports of talosctl's output with the Spec that the node controller uses.
+// TestRender_EqualsDesiredSpec compares reports with the Spec that the node controller uses.
 func TestRender_EqualsDesiredSpec(t *testing.T) {
 	for name, options := range map[string]nodespec.Options{
 		"without rules": {},
@@ -85,22 +84,21 @@ func TestRender_EqualsDesiredSpec(t *testing.T) {
 	} {
 		for _, platform := range []string{"aws", "hcloud", "metal", "container", "nocloud", "openstack"} {
 			t.Run(name+"/"+platform, func(t *testing.T) {
-				spec := worker("worker-1")
-				spec.Platform.Platform = platform
-				site := newSite(t, spec)
-				publishPlatformConfig(t, site.Machine("worker-1"))
+				m := running("worker-1", "10.0.0.1")
+				m.Platform.Platform, m.Platform.Spot, m.Platform.Tags = platform, true, map[string]string{"team": "red"}
+				m.Addresses = append(m.Addresses,
+					machine.Address{Link: "eth0", Prefix: netip.MustParsePrefix("2001:db8::1/64")},
+					machine.Address{Link: machine.LinkExternal, Prefix: netip.MustParsePrefix("203.0.113.1/32")})
 
-				machines, err := preview.Parse(site.everything(t, asYAML), machine.BaseKinds())
-				require.NoError(t, err)
-
-				report := preview.Render(machines, preview.Kubelet{Architecture: "arm64"}, options)[0]
+				report := preview.Render(m, preview.Kubelet{Architecture: "arm64"}, options)
 
 				registered := &corev1.Node{Status: corev1.NodeStatus{NodeInfo: corev1.NodeSystemInfo{Architecture: "arm64"}}}
-				want, problems, pending := nodespec.Desired(nodespec.NewInput(registered, truth(t, site.Machine("worker-1")), options))
+				want, problems, pending := nodespec.Desired(nodespec.NewInput(registered, m, options))
 				want.Transformed = rules.Result{}
 
 				assert.Equal(t, want, flat(report))
-				assert.Equal(t, pending != "", report.Pending)
+				assert.Empty(t, pending)
+				assert.False(t, report.Pending)
 				require.Len(t, report.Problems, len(problems))
 			})
 		}
@@ -108,8 +106,8 @@ func TestRender_EqualsDesiredSpec(t *testing.T) {
 }
 
 // running returns a running machine with complete metadata.
-func running(name, ip string) preview.Machine {
-	return preview.Machine{Node: ip, Machine: machine.Machine{
+func running(name, ip string) machine.Machine {
+	return machine.Machine{
 		Nodename: name,
 		Stage:    runtime.MachineStageRunning,
 		Platform: runtime.PlatformMetadataSpec{
@@ -119,7 +117,7 @@ func running(name, ip string) preview.Machine {
 		System:            hardware.SystemInformationSpec{SerialNumber: "0123"},
 		Addresses:         []machine.Address{{Prefix: netip.MustParsePrefix(ip + "/24"), Link: "eth0", Scope: nethelpers.ScopeGlobal}},
 		NodeIPs:           []netip.Addr{netip.MustParseAddr(ip)},
-	}}
+	}
 }
 
 // sources returns the origins of all values of a report.
@@ -184,7 +182,7 @@ func TestRender_NamesRuleOfEveryValue(t *testing.T) {
 
 func TestRender_ProviderIDNamesRuleOfInstanceID(t *testing.T) {
 	m := running("worker-1", "10.0.0.1")
-	m.Machine.Platform.ProviderID = ""
+	m.Platform.ProviderID = ""
 
 	got := renderOne(t, m, rules.Rule{Name: "id", PlatformMetadata: map[string]string{"InstanceID": "mine"}}).Changes[0]
 	assert.Equal(t, preview.Change{Field: "providerID", After: new("talos://aws/mine"), From: "rule id"}, got)
@@ -199,7 +197,7 @@ func TestRender_ReportsProblems(t *testing.T) {
 
 func TestRender_PendingWithoutIdentity(t *testing.T) {
 	m := running("worker-1", "10.0.0.1")
-	m.Machine.Platform = runtime.PlatformMetadataSpec{Platform: "aws"}
+	m.Platform = runtime.PlatformMetadataSpec{Platform: "aws"}
 
 	got := renderOne(t, m)
 	assert.True(t, got.Pending)
@@ -211,50 +209,19 @@ func TestRender_MarksUnmanagedMachine(t *testing.T) {
 	selector, errs := rules.CompileSelector([]rules.SelectorTerm{{MatchExpressions: []rules.Expression{{Key: "platform", Operator: rules.In, Values: []string{"metal"}}}}}, nil)
 	require.Empty(t, errs)
 
-	got := preview.Render([]preview.Machine{running("worker-1", "10.0.0.1")}, preview.Kubelet{}, nodespec.Options{Selector: selector})[0]
+	got := preview.Render(running("worker-1", "10.0.0.1"), preview.Kubelet{}, nodespec.Options{Selector: selector})
 	assert.True(t, got.Unmanaged)
 	assert.NotEmpty(t, flat(got).ProviderID)
 }
 
-func TestRender_DetectsDuplicateIdentities(t *testing.T) {
-	t.Run("SMBIOS UUIDs are not used as identity", func(t *testing.T) {
-		one, other := running("worker-1", "10.0.0.1"), running("worker-2", "10.0.0.2")
-
-		for _, m := range []*preview.Machine{&one, &other} {
-			m.Machine.Platform = runtime.PlatformMetadataSpec{Platform: "metal"}
-			m.Machine.System.UUID = "30a0bdf7-4b1a-4f0e-9f86-2a3d64a3c5ee"
-		}
-
-		reports := preview.Render([]preview.Machine{one, other}, preview.Kubelet{}, nodespec.Options{})
-		assert.Equal(t, "talos://metal/10.0.0.1", flat(reports[0]).ProviderID)
-	})
-
-	t.Run("providerIDs are a problem", func(t *testing.T) {
-		options := nodespec.Options{Rules: compile(t, rules.Rule{Name: "same", PlatformMetadata: map[string]string{"ProviderID": "mine://one"}})}
-		reports := preview.Render([]preview.Machine{running("worker-1", "10.0.0.1"), running("worker-2", "10.0.0.2")}, preview.Kubelet{}, options)
-		assert.Empty(t, reports[0].Problems)
-		assert.Equal(t, []events.Problem{{Reason: node.ReasonProviderIDInUse, Message: "providerID mine://one is already in use by node worker-1"}}, reports[1].Problems)
-	})
-}
-
-func TestRender_OmitsSharedNames(t *testing.T) {
-	one, other := running("worker-1", "10.0.0.1"), running("worker-2", "10.0.0.2")
-	other.Machine.Platform.InternalDNS = one.Machine.Platform.InternalDNS
-
-	for i, report := range preview.Render([]preview.Machine{one, other}, preview.Kubelet{}, nodespec.Options{}) {
-		require.Len(t, report.Problems, 1, "machine %d", i)
-		assert.Contains(t, report.Problems[0].Message, "InternalDNS=")
-	}
-}
-
 func TestRender_UsesKubeletNodeIPsAndArchitecture(t *testing.T) {
 	m := running("worker-1", "10.0.0.1")
-	m.Machine.Addresses = append(m.Machine.Addresses, machine.Address{Prefix: netip.MustParsePrefix("10.0.0.9/24"), Link: "eth0", Scope: nethelpers.ScopeGlobal})
+	m.Addresses = append(m.Addresses, machine.Address{Prefix: netip.MustParsePrefix("10.0.0.9/24"), Link: "eth0", Scope: nethelpers.ScopeGlobal})
 
 	compiled := compile(t, rules.Rule{Name: "arch", Labels: map[string]string{"arch": "{{ .Architecture }}"}})
 	kubelet := preview.Kubelet{NodeIPs: []netip.Addr{netip.MustParseAddr("10.0.0.9")}, Architecture: "arm64"}
 
-	got := preview.Render([]preview.Machine{m}, kubelet, nodespec.Options{Rules: compiled})[0]
+	got := preview.Render(m, kubelet, nodespec.Options{Rules: compiled})
 	assert.Contains(t, got.Changes, preview.Change{Field: "address", Key: "InternalIP", After: new("10.0.0.9"), From: "machine"})
 	assert.Contains(t, got.Changes, preview.Change{Field: "label", Key: "arch", After: new("arm64"), From: "rule arch"})
 }

@@ -21,7 +21,6 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
-	"github.com/talos-ccm/talos-ccm/pkg/machine"
 	"github.com/talos-ccm/talos-ccm/pkg/preview"
 	"github.com/talos-ccm/talos-ccm/test/talos"
 )
@@ -69,25 +68,25 @@ func TestRender_MatchesNodes(t *testing.T) {
 	applyConfig(t, renderRules)
 
 	for _, m := range bed.Machines() {
-		printed := filepath.Join(t.TempDir(), "machine.yaml")
-		shell(t, strings.ReplaceAll(preview.Command(machine.BaseKinds().WithFacts(machine.AllFacts)), "NODE", m.Address().String())+" > "+printed)
+		saved := filepath.Join(t.TempDir(), "machine.json")
+		shell(t, binaryPath()+" render -o machine --node "+m.Address().String()+" > "+saved)
 
 		for source, flags := range map[string]string{
-			"what talosctl prints": "--machine " + printed,
-			"the live machine":     "--node " + m.Address().String(),
+			"the saved machine": "--machine " + saved,
+			"the live machine":  "--node " + m.Address().String(),
 		} {
 			t.Run(m.Name()+", from "+source, func(t *testing.T) {
-				var reports []preview.Report
-				require.NoError(t, json.Unmarshal(shell(t, binaryPath()+" render --config "+rules+" --arch amd64 -o json "+flags), &reports))
+				var report preview.Report
+				require.NoError(t, json.Unmarshal(shell(t, binaryPath()+" render --config "+rules+" --arch amd64 -o json "+flags), &report))
 
-				assert.Regexp(t, networkAnnotation, networkOf(reports[0]))
+				assert.Regexp(t, networkAnnotation, networkOf(report))
 
-				took := eventually(t, func(ctx context.Context) error { return checkRendered(ctx, m, reports[0]) })
+				took := eventually(t, func(ctx context.Context) error { return checkRendered(ctx, m, report) })
 				t.Logf("the Node matched the report after %s", took.Round(time.Millisecond))
 			})
 		}
 
-		t.Logf("\n%s", shell(t, binaryPath()+" render --config "+rules+" --machine "+printed))
+		t.Logf("\n%s", shell(t, binaryPath()+" render --config "+rules+" --machine "+saved))
 	}
 }
 
@@ -141,7 +140,7 @@ func reportOf(node *corev1.Node, report preview.Report) preview.Report {
 		}
 	}
 
-	return preview.Report{Node: report.Node, Name: node.Name, Changes: values, Rules: report.Rules, Problems: report.Problems}
+	return preview.Report{Name: node.Name, Changes: values, Rules: report.Rules, Problems: report.Problems}
 }
 
 // taintLabelPrefix is the prefix of the labels in which talos-ccm records its taints. They are not rendered.

@@ -177,7 +177,7 @@ func readMachine(t require.TestingT, m *talos.Machine) view {
 	}
 
 	read := view{machine: resources.Machine(), external: externalIPs(ctx, t, c)}
-	read.report = preview.Render([]preview.Machine{{Machine: read.machine}}, preview.Kubelet{Architecture: "amd64"}, nodespec.Options{})[0]
+	read.report = preview.Render(read.machine, preview.Kubelet{Architecture: "amd64"}, nodespec.Options{})
 
 	return read
 }
