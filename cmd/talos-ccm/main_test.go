@@ -313,7 +313,7 @@ func TestFlags_HaveDefaultsOfReference(t *testing.T) {
 func TestHelp_DescribesFlags(t *testing.T) {
 	assertContains(t, strings.Join(strings.Fields(command(t, nil, "--help-all").stdout), " "),
 		"If empty, the pod subnets of the Talos configuration are used.", "Requires node-ipam-controller in --controllers.", "'RangeAllocator' (", "'CloudAllocator' (",
-		"global.providerIDFallback in the configuration takes precedence.", "open file limit", "(default [/healthz])")
+		"global.providerIDFallback in the configuration takes precedence.", "open file limit", "(default [/healthz,/readyz])")
 }
 
 func TestHelp_FitsIn100Columns(t *testing.T) {

@@ -35,11 +35,13 @@ import (
 	"os"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/util/uuid"
 	"k8s.io/apiserver/pkg/server"
+	"k8s.io/apiserver/pkg/server/healthz"
 	"k8s.io/client-go/kubernetes/scheme"
 	v1core "k8s.io/client-go/kubernetes/typed/core/v1"
 	"k8s.io/client-go/rest"
@@ -90,6 +92,8 @@ type connection struct {
 	config   *cloudconfig.CompletedConfig
 	recorder record.EventRecorder
 	checks   *controllerhealthz.MutableHealthzHandler
+	// candidate is true once a configuration is in force and the lease was read, so that the instance can lead.
+	candidate *atomic.Bool
 	// guard stops the requests of the controllers when the lease may have expired; nil before the election and without one.
 	guard transport.WrapperFunc
 }
@@ -244,7 +248,7 @@ func (m *Manager) connect(ctx context.Context) error {
 
 	recorder := config.EventBroadcaster.NewRecorder(scheme.Scheme, corev1.EventSource{Component: component})
 
-	return m.serve(ctx, connection{creds: creds, config: config, recorder: recorder, checks: controllerhealthz.NewMutableHealthzHandler()})
+	return m.serve(ctx, connection{creds: creds, config: config, recorder: recorder, checks: controllerhealthz.NewMutableHealthzHandler(), candidate: new(atomic.Bool)})
 }
 
 // credentials waits for credentials and returns the Talos credentials and the path of the kubeconfig, empty for the
@@ -348,6 +352,14 @@ func (m *Manager) serve(ctx context.Context, conn connection) error {
 
 	if conn.config.SecureServing != nil {
 		mux := genericcontrollermanager.NewBaseHandler(&conn.config.ComponentConfig.Generic.Debugging, conn.checks)
+		healthz.InstallReadyzHandler(mux, healthz.NamedCheck("leader-election", func(*http.Request) error {
+			if !conn.candidate.Load() {
+				return errors.New("no configuration is in force, or the API server was not reached")
+			}
+
+			return nil
+		}))
+
 		handler := genericcontrollermanager.BuildHandlerChain(mux, &conn.config.Authorization, &conn.config.Authentication)
 
 		if m.socket != nil {
@@ -364,6 +376,8 @@ func (m *Manager) serve(ctx context.Context, conn connection) error {
 	case conn.config.ComponentConfig.Generic.LeaderElection.LeaderElect:
 		err = m.elect(ctx, conn)
 	default:
+		conn.candidate.Store(true)
+
 		err = m.lead(ctx, conn, nil)
 	}
 

@@ -41,6 +41,7 @@ func (m *Manager) elect(ctx context.Context, conn connection) error {
 		Callbacks: leaderelection.LeaderCallbacks{
 			OnStartedLeading: func(context.Context) { close(leading) },
 			OnStoppedLeading: func() {},
+			OnNewLeader:      func(string) { conn.candidate.Store(true) },
 		},
 	})
 	if err != nil {

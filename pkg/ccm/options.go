@@ -91,7 +91,7 @@ func NewOptions() (*Options, error) {
 	// An extension service shares the host's network.
 	framework.SecureServing.BindAddress = net.IPv4(127, 0, 0, 1)
 	framework.Authentication.TolerateInClusterLookupFailure = true
-	framework.Authorization.AlwaysAllowPaths = []string{"/healthz"} // there is no /livez or /readyz
+	framework.Authorization.AlwaysAllowPaths = []string{"/healthz", "/readyz"} // there is no /livez
 	// talos-ccm has no webhooks.
 	framework.Webhook, framework.WebhookServing = nil, nil
 

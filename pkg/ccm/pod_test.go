@@ -4,12 +4,15 @@ import (
 	"context"
 	"fmt"
 	"net"
+	"net/http"
 	"net/url"
 	"os"
 	"os/exec"
 	"path/filepath"
+	"strings"
 	"syscall"
 	"testing"
+	"time"
 
 	"github.com/siderolabs/talos/pkg/machinery/role"
 	"github.com/stretchr/testify/assert"
@@ -23,6 +26,7 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/talosapi"
 	"github.com/talos-ccm/talos-ccm/pkg/talostest"
 	"github.com/talos-ccm/talos-ccm/test/ctest"
+	"github.com/talos-ccm/talos-ccm/test/kube"
 )
 
 // podEnclosure runs a command with the directory $1 mounted where a kubelet mounts the ServiceAccount volume.
@@ -175,6 +179,63 @@ func TestPod_RunsWithServiceAccount(t *testing.T) {
 	p.terminate()
 
 	assert.Empty(t, s.holder())
+}
+
+// Deployments wait for readiness. A pod is ready once it can lead, also while another instance leads.
+func TestPod_IsReadyWithConfigurationAndAPIServer(t *testing.T) {
+	s := newSuite(t)
+	s.leaseTo("another instance", time.Hour)
+
+	config := s.Kube.Config()
+	proxy := ctest.NewProxy(s, config)
+	proxy.Hangs.Store(true)
+
+	secret, configMap := volume(t.TempDir()), volume(t.TempDir())
+	secret.write(s, map[string][]byte{"config": s.readerTalosconfig(), "kubeconfig": kube.Kubeconfig(config)})
+	configMap.write(s, map[string][]byte{"config.yaml": []byte(site("paris"))})
+
+	var p *process
+
+	start := func() {
+		p = s.newProcess()
+		argv := p.argv("--talosconfig="+secret.path("config"), "--kubeconfig="+secret.path("kubeconfig"), "--cloud-config="+configMap.path("config.yaml"),
+			"--authentication-skip-lookup") // would wait for the API server
+		p.start("a pod", exec.Command(argv[0], argv[1:]...))
+	}
+	await := func(state, path string, want int) {
+		s.Helper()
+		ctest.Eventually(s, fmt.Sprintf("%s: %s responds with %d", state, path, want), func() bool {
+			code, _, err := p.get(path)
+
+			return err == nil && code == want
+		})
+	}
+
+	start()
+	awaitCandidacy(p, 1)
+	await("API server does not respond", "/healthz", http.StatusOK)
+	await("API server does not respond", "/readyz", http.StatusInternalServerError)
+
+	proxy.Hangs.Store(false)
+	await("standby", "/readyz", http.StatusOK)
+
+	invalid := func() bool { return strings.Contains(p.output.String(), "Invalid configuration") }
+
+	configMap.write(s, map[string][]byte{"config.yaml": []byte(noSuchKey)})
+	ctest.Eventually(s, "configuration is invalid", invalid)
+	await("last-known-good configuration is in force", "/readyz", http.StatusOK)
+	p.terminate()
+
+	start()
+	ctest.Eventually(s, "configuration is invalid", invalid)
+	await("no configuration is in force", "/healthz", http.StatusOK)
+	await("no configuration is in force", "/readyz", http.StatusInternalServerError)
+
+	configMap.write(s, map[string][]byte{"config.yaml": []byte(site("lyon"))})
+	await("configuration is fixed", "/readyz", http.StatusOK)
+	p.terminate()
+
+	assert.Equal(t, "another instance", s.holder())
 }
 
 func TestManager_RequiresKubeconfigOutsideCluster(t *testing.T) {
