@@ -130,16 +130,16 @@ helm: $(HELM)
 
 pod_tag = $(lastword $(subst :, ,$(POD_REF)))
 
-# The chart is copied because its RBAC is a symbolic link, and to set its image.
+# The chart is copied to set its image. Without an image, it can only be packaged.
 .PHONY: chart
-chart: $(HELM) ## Package the Helm chart, and render it as manifests, in _out: make chart [POD_REF=host/repository:tag].
+chart: $(HELM) ## Package the Helm chart in _out, and render it as manifests with an image: make chart [POD_REF=host/repository:tag].
 	rm -rf $(ARTIFACTS)/chart
 	mkdir -p $(ARTIFACTS)/chart
-	cp -RL packaging/chart $(ARTIFACTS)/chart/talos-ccm
+	cp -R packaging/chart $(ARTIFACTS)/chart/talos-ccm
 	$(if $(POD_REF),sed -i 's|^  repository: .*|  repository: $(POD_REF:%:$(pod_tag)=%)|; s|^  tag: .*|  tag: $(pod_tag)|' $(ARTIFACTS)/chart/talos-ccm/values.yaml)
 	$(HELM) lint --strict --namespace kube-system $(ARTIFACTS)/chart/talos-ccm
 	$(HELM) package --destination $(ARTIFACTS)/chart $(ARTIFACTS)/chart/talos-ccm
-	$(HELM) template talos-ccm $(ARTIFACTS)/chart/talos-ccm --namespace kube-system >$(ARTIFACTS)/chart/talos-ccm.yaml
+	$(if $(POD_REF),$(HELM) template talos-ccm $(ARTIFACTS)/chart/talos-ccm --namespace kube-system >$(ARTIFACTS)/chart/talos-ccm.yaml)
 
 .PHONY: push
 push: $(if $(CHART_REF),$(HELM)) ## Push images, or the chart: make push [REF=host/repository:tag] [POD_REF=host/repository:tag] [CHART_REF=host/repository].
@@ -178,7 +178,7 @@ lint: $(GOLANGCI_LINT) $(GOFUMPT) $(ACTIONLINT) ## Run the linters and check the
 	$(ACTIONLINT) -shellcheck= -pyflakes=
 
 .PHONY: generate
-generate: ## Regenerate the JSON schemas, and the reference of the configuration file, metrics, Events and labels.
+generate: ## Regenerate the JSON schemas, the RBAC of the chart, and the reference of the configuration file, metrics, Events and labels.
 	$(GO) generate ./test/docs/...
 	$(GO) test -count=1 ./test/chart -run Schema -update
 

@@ -1,6 +1,7 @@
 // Command reference generates the JSON schema of the configuration file and the tables of docs/reference: the keys of the
 // file from the types of package config, metrics from their definitions, Events and labels from constants, all with their
-// comments. It runs in its own directory (go generate).
+// comments. It also copies the RBAC of the extension to the Helm chart, because Flux drops symbolic links. It runs in its
+// own directory (go generate).
 package main
 
 import (
@@ -18,6 +19,7 @@ import (
 
 	"github.com/invopop/jsonschema"
 
+	"github.com/talos-ccm/talos-ccm/extension"
 	"github.com/talos-ccm/talos-ccm/pkg/config"
 )
 
@@ -55,7 +57,10 @@ func generate() (map[string][]byte, error) {
 		return nil, err
 	}
 
-	files := map[string][]byte{root + "/pkg/config/schema.json": schema}
+	files := map[string][]byte{
+		root + "/pkg/config/schema.json":    schema,
+		root + "/packaging/chart/rbac.yaml": append([]byte("# Generated from extension/rbac.yaml by make generate; do not edit.\n#\n"), extension.RBAC...),
+	}
 
 	for _, page := range pages {
 		text, err := os.ReadFile(page)
