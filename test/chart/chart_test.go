@@ -10,6 +10,7 @@ import (
 	"flag"
 	"fmt"
 	"io"
+	"io/fs"
 	"log"
 	"maps"
 	"net/http/httptest"
@@ -27,16 +28,20 @@ import (
 	"github.com/google/go-cmp/cmp/cmpopts"
 	"github.com/google/go-containerregistry/pkg/crane"
 	"github.com/google/go-containerregistry/pkg/registry"
+	"github.com/siderolabs/talos/pkg/machinery/compatibility/talos112"
 	"github.com/spf13/pflag"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 	"go.yaml.in/yaml/v4"
 	appsv1 "k8s.io/api/apps/v1"
+	corev1 "k8s.io/api/core/v1"
+	policyv1 "k8s.io/api/policy/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/runtime/schema"
+	"k8s.io/apimachinery/pkg/util/intstr"
 	"k8s.io/apimachinery/pkg/util/wait"
 	"k8s.io/client-go/dynamic"
 
@@ -84,7 +89,8 @@ func tryRender(t *testing.T, values string, command ...string) (rendered, output
 		command = []string{"template"}
 	}
 
-	cmd := exec.CommandContext(t.Context(), program, append([]string{command[0], "talos-ccm", root + "/packaging/chart", "--namespace=kube-system", "--values=-"}, command[1:]...)...)
+	args := []string{command[0], "talos-ccm", root + "/packaging/chart", "--namespace=kube-system", "--values=testdata/image.yaml", "--values=-"}
+	cmd := exec.CommandContext(t.Context(), program, append(args, command[1:]...)...)
 	cmd.Stdin = strings.NewReader(values)
 
 	var stdout, stderr bytes.Buffer
@@ -226,7 +232,7 @@ spec:
         openAPIV3Schema: {type: object, x-kubernetes-preserve-unknown-fields: true}
 `
 
-// withPages adds the values of the guide and of the README.
+// withPages adds the values of the guide and of the README, with another registry than their placeholder.
 func withPages(values map[string]string) map[string]string {
 	for _, name := range []string{"docs/guides/run-as-pod.md", "packaging/chart/README.md"} {
 		page, err := os.ReadFile(filepath.Join(root, name))
@@ -237,7 +243,7 @@ func withPages(values map[string]string) map[string]string {
 		}
 
 		for i, block := range blocks {
-			values[fmt.Sprintf("values %d of %s", i, name)] = block[1]
+			values[fmt.Sprintf("values %d of %s", i, name)] = strings.ReplaceAll(block[1], "registry.example.com/", "registry.example.org/")
 		}
 	}
 
@@ -285,7 +291,7 @@ var effects = map[string]struct{ values, want string }{
 var inputs = withPages(map[string]string{
 	"default": "",
 	"all": `
-image: {repository: registry.example.com/a, tag: v1, digest: "sha256:9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08"}
+image: {repository: registry.example.org/a, tag: v1, digest: "sha256:9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08"}
 imagePullSecrets: [pull]
 replicas: 3
 updateStrategy: {type: RollingUpdate, rollingUpdate: {maxSurge: 0, maxUnavailable: 1}}
@@ -458,6 +464,76 @@ func TestChart_RequiresKubeSystem(t *testing.T) {
 	assert.Contains(t, output, `talos-ccm cannot run in the namespace "default"`)
 }
 
+// Otherwise the pods would wait for an image that does not exist.
+func TestChart_RequiresImage(t *testing.T) {
+	t.Parallel()
+
+	for title, args := range map[string][]string{
+		"default":    {"template", "--values=" + root + "/packaging/chart/values.yaml"},
+		"of a guide": {"template", "--set=image.repository=registry.example.com/talos-ccm/talos-ccm-pod"},
+	} {
+		_, output := tryRender(t, "", args...)
+		assert.Contains(t, output, "image.repository is the placeholder registry.example.com/talos-ccm/talos-ccm-pod", title)
+	}
+}
+
+// A drain must not wait for the only pod, or for a pod that is not ready. It ignores pods of a DaemonSet.
+func TestChart_DisruptionBudgetNeedsSeveralReplicas(t *testing.T) {
+	t.Parallel()
+
+	for values, want := range map[string]bool{"": false, "replicas: 2": true, "{replicas: 3, kind: DaemonSet}": false} {
+		objects := render(t, values)
+		isBudget := func(o unstructured.Unstructured) bool { return o.GetKind() == "PodDisruptionBudget" }
+		assert.Equal(t, want, slices.ContainsFunc(objects, isBudget), values)
+
+		if want {
+			budget := find[policyv1.PodDisruptionBudget](t, objects, "policy/v1", "PodDisruptionBudget").Spec
+			assert.Equal(t, find[appsv1.Deployment](t, objects, "apps/v1", "Deployment").Spec.Selector, budget.Selector)
+			assert.Equal(t, policyv1.PodDisruptionBudgetSpec{
+				MaxUnavailable: new(intstr.FromInt32(1)), UnhealthyPodEvictionPolicy: new(policyv1.AlwaysAllow), Selector: budget.Selector,
+			}, budget)
+		}
+	}
+}
+
+// Helm refuses a cluster that no supported Talos version runs.
+func TestChart_RequiresKubernetesOfSupportedTalos(t *testing.T) {
+	t.Parallel()
+
+	oldest := talos112.MinimumKubernetesVersion
+
+	_, output := tryRender(t, "", "template", "--kube-version="+oldest.String())
+	assert.Empty(t, output)
+
+	oldest.Minor--
+	_, output = tryRender(t, "", "template", "--kube-version="+oldest.String())
+	assert.Contains(t, output, "kubeVersion")
+}
+
+func TestChart_ProbesUseThePathsOfTalosCCM(t *testing.T) {
+	t.Parallel()
+
+	for values, host := range map[string]string{"": "127.0.0.1", "hostNetwork: false": ""} {
+		container := find[appsv1.Deployment](t, render(t, values), "apps/v1", "Deployment").Spec.Template.Spec.Containers[0]
+
+		for path, probe := range map[string]*corev1.Probe{"/healthz": container.LivenessProbe, "/readyz": container.ReadinessProbe} {
+			require.NotNil(t, probe, path)
+			assert.Equal(t, &corev1.HTTPGetAction{Scheme: "HTTPS", Host: host, Port: intstr.FromString("metrics"), Path: path}, probe.HTTPGet)
+		}
+	}
+}
+
+// Flux leaves symbolic links out of the archive of a repository.
+func TestChart_HasOnlyRegularFiles(t *testing.T) {
+	t.Parallel()
+
+	require.NoError(t, filepath.WalkDir(root+"/packaging/chart", func(path string, entry fs.DirEntry, err error) error {
+		assert.True(t, entry.IsDir() || entry.Type().IsRegular(), "%s: %s", path, entry.Type())
+
+		return err
+	}))
+}
+
 func TestChart_NotesNameTheWorkload(t *testing.T) {
 	t.Parallel()
 
@@ -549,7 +625,7 @@ func TestChart_RejectsInvalidValues(t *testing.T) {
 	}
 }
 
-// The chart in the repository has a symbolic link, and a placeholder for the registry.
+// The chart in the repository has a placeholder for the registry.
 func TestChart_PackageIsCompleteAndReproducible(t *testing.T) {
 	t.Parallel()
 

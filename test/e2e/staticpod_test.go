@@ -70,12 +70,12 @@ func yamlBlocks(t *testing.T, path, section string) []string {
 	return blocks
 }
 
-// renderedChart returns the manifests that the Helm chart renders with its default values.
+// renderedChart returns the manifests that the Helm chart renders with its default values, except for the image.
 func renderedChart(t *testing.T) string {
 	t.Helper()
 
 	dir := t.TempDir()
-	require.NoError(t, runMake(t.Context(), "chart", "ARTIFACTS="+dir))
+	require.NoError(t, runMake(t.Context(), "chart", "ARTIFACTS="+dir, "POD_REF=registry.example.org/talos-ccm/talos-ccm-pod:v0.1.0"))
 
 	manifests, err := os.ReadFile(filepath.Join(dir, "chart/talos-ccm.yaml"))
 	require.NoError(t, err)
