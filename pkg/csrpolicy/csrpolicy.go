@@ -118,6 +118,23 @@ const (
 	CodeNotOwned       = "NotOwned" // the machine does not own it and the Node does not list it, so the request is outdated or hostile
 )
 
+var denyCodes = []string{
+	CodeNoNode, CodeGroups, CodeUsages, CodeExpiration, CodeTooLarge, CodeMalformed, CodeSubject, CodeKey, CodeSignature,
+	CodeExtension, CodeNoSANs, CodeTooManySANs, CodeForbiddenSAN, CodeWildcard, CodeInvalidName, CodeAddressAsName,
+	CodeClusterName, CodeSpecialAddress, CodeClusterAddress, CodeNotOwned,
+}
+
+// Codes are the codes of the reasons for each decision but Ignore. A reason to deny defers while the Node is unknown.
+var Codes = map[Decision][]string{
+	Approve: {CodeVerified},
+	Defer: append([]string{
+		CodeNodeUnknown, CodeMachineUnknown, CodeMachineUnreachable, CodeMachineMismatch, CodeClusterUnknown,
+		CodeControlPlaneUnclear, CodeUnknownName, CodeUnknownAddress, CodeExcludedAddress, CodeVirtualAddress, CodeOwnedByOthers,
+		CodeUnexpectedCredential,
+	}, denyCodes...),
+	Deny: denyCodes,
+}
+
 // Evidence describes the requesting machine and the cluster. The zero value approves nothing.
 type Evidence struct {
 	// Node is the state of the Node that the request's user names.

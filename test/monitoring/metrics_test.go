@@ -5,18 +5,25 @@ import (
 	"flag"
 	"net/netip"
 	"os"
+	"regexp"
 	"strings"
 	"testing"
 	"time"
 
+	dto "github.com/prometheus/client_model/go"
 	talosmachine "github.com/siderolabs/talos/pkg/machinery/config/machine"
 	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
+	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 	authorizationv1 "k8s.io/api/authorization/v1"
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/util/sets"
 	"k8s.io/apimachinery/pkg/util/wait"
+	"k8s.io/component-base/metrics/legacyregistry"
 
+	"github.com/talos-ccm/talos-ccm/pkg/ccm"
+	"github.com/talos-ccm/talos-ccm/pkg/csrpolicy"
 	"github.com/talos-ccm/talos-ccm/pkg/settings"
 	"github.com/talos-ccm/talos-ccm/pkg/talostest"
 	"github.com/talos-ccm/talos-ccm/test/ctest"
@@ -70,6 +77,70 @@ func TestMetrics(t *testing.T) {
 	}
 }
 
+// A new leader counts the first event of its kind. increase() does not see it in a series that did not exist before.
+// This process runs no controllers.
+func TestMetrics_CountersOfKnownLabelsStartAtZero(t *testing.T) {
+	t.Parallel()
+
+	_, err := ccm.NewOptions() // links the controllers
+	require.NoError(t, err)
+
+	gathered, err := legacyregistry.DefaultGatherer.Gather()
+	require.NoError(t, err)
+
+	// The help of a metric lists the values of its label as "a, b or c".
+	listed := regexp.MustCompile(`: ((?:[\w-]+, )*[\w-]+) or ([\w-]+)\.$`)
+
+	names := map[string]int{}
+	got := map[string][]string{}
+
+	for _, metrics := range gathered {
+		name := metrics.GetName()
+		if !strings.HasPrefix(name, "talosccm_") || metrics.GetType() != dto.MetricType_COUNTER {
+			continue
+		}
+
+		for _, metric := range metrics.GetMetric() {
+			assert.Zero(t, metric.GetCounter().GetValue(), name)
+			names[name]++
+
+			for _, pair := range metric.GetLabel() {
+				got[name+" "+pair.GetName()] = append(got[name+" "+pair.GetName()], pair.GetValue())
+			}
+		}
+
+		if match := listed.FindStringSubmatch(metrics.GetHelp()); match != nil {
+			label := metrics.GetMetric()[0].GetLabel()[0].GetName()
+			assert.ElementsMatch(t, append(strings.Split(match[1], ", "), match[2]), got[name+" "+label], name)
+		}
+	}
+
+	for _, name := range []string{"talosccm_lifecycle_deletions_total", "talosccm_transformer_errors_total", "talosccm_csr_approval_count", "talosccm_node_syncs_total"} {
+		assert.Greater(t, names[name], 1, name)
+	}
+
+	assert.ElementsMatch(t, []string{corev1.LabelTopologyRegion, corev1.LabelTopologyZone}, got["talosccm_topology_changes_total label"])
+	assert.ElementsMatch(t, constants(t, "controllers/nodeipam/metrics.go", "Reason"), got["talosccm_ipam_failures_total reason"])
+
+	ignored := []string{csrpolicy.CodeOtherSigner, csrpolicy.CodeDecided, csrpolicy.CodeNodeUnmanaged, csrpolicy.CodeExpired}
+	codes := sets.New(constants(t, "csrpolicy/csrpolicy.go", "Code")...).Delete(ignored...)
+	assert.Equal(t, sets.List(codes), sets.List(sets.New(got["talosccm_csr_verdicts_total reason"]...)))
+}
+
+// constants returns the values of the constants in a file of pkg whose names begin with prefix.
+func constants(t *testing.T, file, prefix string) (values []string) {
+	t.Helper()
+
+	source, err := os.ReadFile("../../pkg/" + file)
+	require.NoError(t, err)
+
+	for _, match := range regexp.MustCompile(`(?m)^(?:const )?\s*`+prefix+`\w+\s+= "(\w+)"`).FindAllStringSubmatch(string(source), -1) {
+		values = append(values, match[1])
+	}
+
+	return values
+}
+
 // see waits until scrapes have returned all that is wanted.
 func (b *bed) see(wanted families) {
 	b.Helper()
@@ -116,7 +187,7 @@ func (b *bed) happen() {
 	}
 
 	require.NoError(b, silent.Stop(b.Context()))
-	b.start(self, "--controllers=*,node-ipam-controller", "--allocate-node-cidrs", "--cluster-cidr=10.200.0.0/23")
+	b.start(self, "--controllers=*,node-ipam-controller,service-lb-controller", "--allocate-node-cidrs", "--cluster-cidr=10.200.0.0/23")
 
 	// The grace period begins when a known machine does not respond.
 	b.AwaitNode(reset.Nodename(), "initialized", func(n *corev1.Node) bool { return n.Spec.ProviderID != "" })

@@ -31,8 +31,8 @@ const (
 
 var (
 	// The upstream Talos CCM has a metric of the same name, with the same values of the label.
-	decisions = metric.NewCounterVec("talosccm_csr_approval_count",
-		"Number of decided kubelet-serving CSRs by status: approve or deny.", "status")
+	decisions = metric.Zero(metric.NewCounterVec("talosccm_csr_approval_count",
+		"Number of decided kubelet-serving CSRs by status: approve or deny.", "status"), "approve", "deny")
 
 	verdicts = metric.NewCounterVec("talosccm_csr_verdicts_total",
 		"Number of reasons of verdicts on kubelet-serving CSRs, by decision (Approve, Defer or Deny) and code.", "decision", "reason")
@@ -46,6 +46,15 @@ var (
 	unexpectedCredentials = metric.NewCounter("talosccm_csr_unexpected_credentials_total",
 		"Number of kubelet-serving CSRs with another client certificate than the recorded one.")
 )
+
+// Queries with increase() miss the first increment of a series that did not exist before.
+func init() {
+	for decision, codes := range csrpolicy.Codes {
+		for _, code := range codes {
+			verdicts.WithLabelValues(decision.String(), code)
+		}
+	}
+}
 
 // messageFor returns all reasons in one line, truncated to the size of an Event.
 func messageFor(verdict csrpolicy.Verdict) string {

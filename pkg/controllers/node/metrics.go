@@ -3,6 +3,7 @@ package node
 import (
 	"sync"
 
+	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/util/sets"
 	"k8s.io/component-base/metrics"
 
@@ -10,8 +11,9 @@ import (
 )
 
 var (
-	syncs = metric.NewCounterVec("talosccm_node_syncs_total",
-		"Number of Node reconciliations by result: unchanged, changed, pending, conflict or error.", "result")
+	syncs = metric.Zero(metric.NewCounterVec("talosccm_node_syncs_total",
+		"Number of Node reconciliations by result: unchanged, changed, pending, conflict or error.", "result"),
+		resultUnchanged, resultChanged, resultPending, resultConflict, resultError)
 
 	initialization = metric.NewHistogram("talosccm_node_initialization_duration_seconds",
 		"Time from the creation of a Node to the removal of its uninitialized taint.", []float64{.25, .5, 1, 2.5, 5, 10, 30, 60, 300, 1800})
@@ -19,15 +21,17 @@ var (
 	uninitialized = metric.NewGauge("talosccm_nodes_uninitialized",
 		"Number of managed Nodes with the uninitialized taint.")
 
-	topologyChanges = metric.NewCounterVec("talosccm_topology_changes_total",
-		"Number of changes of a region or zone that were not written to the Node, by label.", "label")
+	topologyChanges = metric.Zero(metric.NewCounterVec("talosccm_topology_changes_total",
+		"Number of changes of a region or zone that were not written to the Node, by label.", "label"),
+		corev1.LabelTopologyRegion, corev1.LabelTopologyZone)
 
 	// The upstream Talos CCM uses these two names.
 	transformation = metric.NewHistogram("talosccm_transformer_duration_seconds",
 		"Time to compute the desired state of a Node, including rules.", []float64{.0001, .00025, .0005, .001, .0025, .005, .01, .05, .1, 1})
 
-	transformationErrors = metric.NewCounterVec("talosccm_transformer_errors_total",
-		"Number of values that became invalid, by type: labels, annotations, taints, platformMetadata or machine.", "type")
+	transformationErrors = metric.Zero(metric.NewCounterVec("talosccm_transformer_errors_total",
+		"Number of values that became invalid, by type: labels, annotations, taints, platformMetadata or machine.", "type"),
+		"labels", "annotations", "taints", "platformMetadata", "machine")
 )
 
 // pendingNodes are the managed Nodes that are not initialized. The gauge has their number.

@@ -63,8 +63,11 @@ var (
 	allocationsTotal = metric.NewCounterVec("talosccm_ipam_allocations_total",
 		"Number of pod CIDR blocks written to Nodes, by pool and IP family.", "pool", "family")
 
-	failuresTotal = metric.NewCounterVec("talosccm_ipam_failures_total",
-		"Number of pod CIDR problems that began, by the reason of their Event.", "reason")
+	failuresTotal = metric.Zero(metric.NewCounterVec("talosccm_ipam_failures_total",
+		"Number of pod CIDR problems that began, by the reason of their Event.", "reason"),
+		ReasonAllocatorConflict, ReasonAllocatorUnknown, ReasonClusterCIDRMissing, ReasonMachineUnknown, ReasonNotInitialized,
+		ReasonPrefixMissing, ReasonPrefixTooSmall, ReasonMaxPodsUnknown, ReasonExhausted, ReasonWriteFailed, ReasonOverlap,
+		ReasonTooLarge, ReasonInvalid, ReasonFamilyMissing, ReasonPrefixChanged)
 
 	affectedNodes = metric.NewGaugeVec("talosccm_ipam_affected_nodes",
 		"Number of Nodes with a pod CIDR problem, by the reason of its Event.", "reason")

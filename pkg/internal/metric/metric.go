@@ -17,6 +17,16 @@ func NewCounterVec(name, help string, labels ...string) *metrics.CounterVec {
 	return register(metrics.NewCounterVec(&metrics.CounterOpts{Name: name, Help: help, StabilityLevel: metrics.ALPHA}, labels))
 }
 
+// Zero returns the counter, which has one label, with series of the given values. Queries with increase() miss the first
+// increment of a series that did not exist before.
+func Zero[T ~string](counter *metrics.CounterVec, values ...T) *metrics.CounterVec {
+	for _, value := range values {
+		counter.WithLabelValues(string(value))
+	}
+
+	return counter
+}
+
 // NewGauge returns a registered gauge.
 func NewGauge(name, help string) *metrics.Gauge {
 	return register(metrics.NewGauge(&metrics.GaugeOpts{Name: name, Help: help, StabilityLevel: metrics.ALPHA}))
