@@ -226,12 +226,34 @@ func dnsNames(in Input, transformed rules.Result) (list []corev1.NodeAddress, pr
 	return list, problems
 }
 
+// deniedSubjects returns the nodename and the node IPs for which no kubelet gets a certificate. The Node lists them
+// nevertheless, because Kubernetes requires them.
+func deniedSubjects(in Input, nodeIPs []netip.Addr) (problems []Problem) {
+	const consequence = "; its kubelet gets no certificate"
+
+	if why := checkName(in, machine.CanonicalName(in.Machine.Nodename)); why != "" {
+		problems = append(problems, Problem{Key: string(corev1.NodeHostName), Value: in.Machine.Nodename, Why: string(why) + consequence, Kept: true})
+	}
+
+	for _, ip := range nodeIPs {
+		if ip.IsLinkLocalUnicast() {
+			problems = append(problems, Problem{
+				Key: string(corev1.NodeInternalIP), Value: ip.String(), Why: "is a link-local address" + consequence, Kept: true,
+			})
+		}
+	}
+
+	return problems
+}
+
+func checkName(in Input, name string) machine.NameProblem {
+	return machine.CheckName(name, in.Machine.Nodename, append([]string{machine.DefaultDomain}, in.Options.Domains...))
+}
+
 // whyNotListed returns why the machine's kubelet could not get a certificate for a canonical name; empty if it could.
 // own are the names that the machine may have.
 func whyNotListed(in Input, name string, own []string) string {
-	domains := append([]string{machine.DefaultDomain}, in.Options.Domains...)
-
-	if problem := machine.CheckName(name, in.Machine.Nodename, domains); problem != "" {
+	if problem := checkName(in, name); problem != "" {
 		return string(problem)
 	}
 

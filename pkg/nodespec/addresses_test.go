@@ -13,6 +13,7 @@ import (
 	corev1 "k8s.io/api/core/v1"
 
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
+	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
 	"github.com/talos-ccm/talos-ccm/pkg/rules"
 )
 
@@ -303,6 +304,39 @@ func TestDesired_DNSNames(t *testing.T) {
 			requireAddresses(t, corev1.NodeInternalDNS, in, test.wantInternal...)
 			requireAddresses(t, corev1.NodeExternalDNS, in, test.wantExternal...)
 			assert.Equal(t, test.problems, problemKeys(t, in))
+		})
+	}
+}
+
+// A kubelet requests its nodename and node IPs, which a Node lists in any case.
+func TestDesired_ReportsNodeWhoseCertificateWouldBeDenied(t *testing.T) {
+	for _, test := range []struct{ name, nodename, nodeIP, problem string }{
+		{"approvable", "worker-1", nodeIP, ""},
+		{"number", "42", nodeIP, ""},
+		{"localhost", "localhost", nodeIP, `Hostname="localhost" kept: is reserved for the cluster; its kubelet gets no certificate`},
+		{"default domain", "w1.a.cluster.local", nodeIP, `Hostname="w1.a.cluster.local" kept: is reserved for the cluster; its kubelet gets no certificate`},
+		{"domain of the cluster", "w1.k8s.example", nodeIP, `Hostname="w1.k8s.example" kept: is reserved for the cluster; its kubelet gets no certificate`},
+		{"link-local", "worker-1", "169.254.10.1", `InternalIP="169.254.10.1" kept: is a link-local address; its kubelet gets no certificate`},
+		{"link-local IPv6", "worker-1", "fe80::1", `InternalIP="fe80::1" kept: is a link-local address; its kubelet gets no certificate`},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			in := running()
+			in.Options.Domains = []string{"k8s.example"}
+			in.Machine.Nodename, in.Machine.Platform.Hostname = test.nodename, "worker-1"
+			in.Machine.Addresses = []machine.Address{onLink("eth0", netip.PrefixFrom(addr(test.nodeIP), 24).String())}
+			in.ProvidedNodeIPs = addrs([]string{test.nodeIP})
+
+			spec, problems, pending := nodespec.Desired(in)
+			require.Empty(t, pending)
+			assert.Contains(t, spec.Addresses, corev1.NodeAddress{Type: corev1.NodeInternalIP, Address: test.nodeIP})
+			assert.Contains(t, spec.Addresses, corev1.NodeAddress{Type: corev1.NodeHostName, Address: test.nodename})
+
+			var got []string
+			for _, problem := range problems {
+				got = append(got, problem.String())
+			}
+
+			assert.Equal(t, test.problem, strings.Join(got, "; "))
 		})
 	}
 }

@@ -220,7 +220,7 @@ func Desired(in Input) (spec Spec, problems []Problem, pending string) {
 
 	spec.Addresses, addressProblems = addresses(in, spec.Transformed, nodeIPs)
 
-	return spec, append(problems, addressProblems...), ""
+	return spec, slices.Concat(problems, addressProblems, deniedSubjects(in, nodeIPs)), ""
 }
 
 // sharesUUID reports whether a new Node gets the providerID id because another machine reports its SMBIOS UUID.
