@@ -161,6 +161,7 @@ var changesByName = map[string]func(s *scene, v string){
 	"general-name": func(s *scene, v string) { add(&s.pkcs10.sans, generalName(v)) },
 	"names":        func(s *scene, v string) { s.addNames(number(v)) },
 	"repeat":       func(s *scene, v string) { s.repeatNames(number(v)) },
+	"routed":       func(s *scene, v string) { s.addRouted(number(v)) },
 	"long-name":    func(s *scene, v string) { s.pkcs10.addDNS(strings.Repeat("a.", number(v)/2) + "b") },
 	"long-label":   func(s *scene, v string) { s.pkcs10.addDNS(strings.Repeat("a", number(v))) },
 
@@ -336,6 +337,14 @@ func (s *scene) addNames(n int) {
 func (s *scene) repeatNames(n int) {
 	for range n {
 		s.pkcs10.addDNS(s.evidence.Machine.Nodename)
+	}
+}
+
+// addRouted adds the first n addresses of a prefix that is routed to the machine.
+func (s *scene) addRouted(n int) {
+	for ip := addr("198.51.96.0"); n > 0; ip, n = ip.Next(), n-1 {
+		s.pkcs10.addIP(ip)
+		add(&s.evidence.Machine.Addresses, onLink("lo1", ip.String()+"/32"))
 	}
 }
 

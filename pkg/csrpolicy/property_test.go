@@ -1,6 +1,7 @@
 package csrpolicy_test
 
 import (
+	"fmt"
 	"math/rand/v2"
 	"reflect"
 	"regexp"
@@ -211,10 +212,15 @@ func FuzzReview(f *testing.F) {
 }
 
 func BenchmarkReview(b *testing.B) {
-	s := asks("worker-1")
-	s.review(b)
+	for _, count := range []int{0, 64, 250, 1000} {
+		s := asks("worker-1")
+		s.addRouted(max(count-len(s.pkcs10.sans), 0))
+		s.review(b)
 
-	for b.Loop() {
-		require.Equal(b, csrpolicy.Approve, csrpolicy.Review(csrpolicy.Parse(&s.csr), s.evidence).Decision)
+		b.Run(fmt.Sprintf("subjects=%d", len(s.pkcs10.sans)), func(b *testing.B) {
+			for b.Loop() {
+				require.Equal(b, csrpolicy.Approve, csrpolicy.Review(csrpolicy.Parse(&s.csr), s.evidence).Decision)
+			}
+		})
 	}
 }

@@ -21,11 +21,10 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
 )
 
-// Limits of a request. A kubelet's request is smaller than a kilobyte and has a handful of names and addresses, and its
-// keys are shorter than these: verifying a signature of a key of half a million bits takes seconds.
+// Limits of a request, besides machine.MaxSubjects. A kubelet's request is smaller than a kilobyte, or 25 for 1,000
+// addresses, and its keys are shorter than these: verifying a signature of a key of half a million bits takes seconds.
 const (
 	maxRequest  = 64 << 10
-	maxSANs     = 64
 	minRSABits  = 2048
 	maxRSABits  = 8192
 	minExponent = 65537
@@ -237,8 +236,8 @@ func (r *Request) parseSANs(attributes asn1.RawValue) {
 		r.deny(CodeExtension, "Request contains data after the subjectAltName")
 	case len(sans) == 0:
 		r.deny(CodeNoSANs, "Request contains neither a DNS name nor an IP address")
-	case len(sans) > maxSANs:
-		r.deny(CodeTooManySANs, "Request contains %d subject alternative names; the limit is %d", len(sans), maxSANs)
+	case len(sans) > machine.MaxSubjects:
+		r.deny(CodeTooManySANs, "Request contains %d subject alternative names; the limit is %d", len(sans), machine.MaxSubjects)
 	default:
 		r.readSANs(sans)
 	}

@@ -315,8 +315,14 @@ func (r *review) checkOwnAddress(ip netip.Addr) {
 }
 
 // ownAddresses returns the entries of the machine's addresses for ip, one for each link.
-func (r *review) ownAddresses(ip netip.Addr) []machine.Address {
-	return slices.DeleteFunc(slices.Clone(r.Machine.Addresses), func(a machine.Address) bool { return a.Prefix.Addr().Unmap() != ip })
+func (r *review) ownAddresses(ip netip.Addr) (own []machine.Address) {
+	for _, a := range r.Machine.Addresses {
+		if a.Prefix.Addr().Unmap() == ip {
+			own = append(own, a)
+		}
+	}
+
+	return own
 }
 
 // unproven adds the reason for a name or an address that the machine does not own. The request is denied if the Node

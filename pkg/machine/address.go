@@ -27,6 +27,10 @@ var (
 	}
 )
 
+// MaxSubjects is the largest number of names and addresses in the certificate of a kubelet. A Node lists no more, because
+// its kubelet requests all that it lists. A request for 1,000 takes about 10 ms to review in a cluster of 1,000 Nodes.
+const MaxSubjects = 1000
+
 // Address is one address on one link of the machine (network/AddressStatus).
 type Address struct {
 	Prefix netip.Prefix `yaml:"prefix"`

@@ -188,7 +188,7 @@ func (v *View) Machine() Machine {
 
 	own := 0
 	m.Addresses = slices.DeleteFunc(m.Addresses, func(a Address) bool {
-		if m.IsService(a) {
+		if m.IsService(a) || slices.Contains(m.NodeIPs, a.Prefix.Addr()) {
 			return false
 		}
 
@@ -213,7 +213,8 @@ const (
 	maxString = 4 << 10
 	// maxMeta is the limit of META values, which can be documents.
 	maxMeta = 64 << 10
-	// maxAddresses is the limit of a machine's own addresses. More are not reported: the inventory indexes each of them.
+	// maxAddresses is the limit of a machine's own addresses, besides node IPs. More are not reported: the inventory indexes
+	// each of them.
 	maxAddresses = 1000
 	// maxUnmetConditions is far above the number of checks in Talos.
 	maxUnmetConditions = 100

@@ -152,14 +152,19 @@ func addresses(m machine.Machine) (list []string) {
 	return list
 }
 
-// kube-proxy in IPVS mode puts the addresses of thousands of Services on every machine.
+// kube-proxy in IPVS mode puts the addresses of thousands of Services on every machine. Without a node IP, the Node could
+// not be initialized.
 func TestView_LimitsAddressesExceptThoseOfServices(t *testing.T) {
 	var v machine.View
 
 	subnets := append([]string{"10.96.0.0/12"}, slices.Repeat([]string{"192.0.2.0/24"}, 3000)...)
 
 	v.Put(withSpec(k8s.NewNodeIPConfig(k8s.NamespaceName, k8s.KubeletID), k8s.NodeIPConfigSpec{ExcludeSubnets: subnets, ValidSubnets: subnets}))
-	v.Put(withSpec(k8s.NewNodeIP(k8s.NamespaceName, k8s.KubeletID), k8s.NodeIPSpec{Addresses: make([]netip.Addr, 3000)}))
+
+	nodeIP := netip.MustParseAddr("10.2.0.1")
+
+	v.Put(nodeIPs(append([]netip.Addr{nodeIP}, make([]netip.Addr, 3000)...)...))
+	v.Put(addressStatus("eth9", "10.2.0.1/16"))
 
 	for i := range 3000 {
 		v.Put(addressStatus("eth0", fmt.Sprintf("10.0.%d.%d/16", i>>8, i&255)))
@@ -174,7 +179,8 @@ func TestView_LimitsAddressesExceptThoseOfServices(t *testing.T) {
 		found[m.IsService(a)]++
 	}
 
-	assert.Equal(t, map[bool]int{false: 1000, true: 3000}, found)
+	assert.Equal(t, map[bool]int{false: 1001, true: 3000}, found)
+	assert.True(t, m.HasAddress(nodeIP))
 	assert.Equal(t, []int{100, 100, 100}, []int{len(m.NodeIPs), len(m.ExcludedSubnets), len(m.ValidSubnets)})
 }
 

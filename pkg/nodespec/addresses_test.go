@@ -1,6 +1,7 @@
 package nodespec_test
 
 import (
+	"fmt"
 	"net/netip"
 	"slices"
 	"strings"
@@ -425,4 +426,36 @@ func TestDesired_OmitsAddressesThatOperatorExcludes(t *testing.T) {
 
 	requireAddresses(t, corev1.NodeInternalIP, in, nodeIP)
 	requireAddresses(t, corev1.NodeExternalIP, in, "203.0.113.11")
+}
+
+// No kubelet gets a certificate for more.
+func TestDesired_ListsAtMostAsManyAddressesAsCertificateHas(t *testing.T) {
+	in := running()
+	in.Machine.Platform.InternalDNS = "a.ec2.internal"
+
+	var all []string
+
+	for ip := addr("8.8.0.0"); len(all) < machine.MaxSubjects-3; ip = ip.Next() { // the node IP and two names come first
+		all = append(all, ip.String())
+		in.Machine.Addresses = append(in.Machine.Addresses, onLink("eth1", ip.String()+"/32"))
+	}
+
+	spec, problems := desired(t, in)
+	assert.Len(t, spec.Addresses, machine.MaxSubjects)
+	assert.Empty(t, problems)
+
+	in.Machine.Addresses = append(slices.Insert(in.Machine.Addresses, 1, onLink("eth0", "198.51.100.1/32")), onLink("eth2", "198.51.100.2/32"))
+
+	spec, problems = desired(t, in)
+	want, last := append([]string{"198.51.100.1"}, all[:len(all)-1]...), all[len(all)-1]
+	assert.Equal(t, want, of(corev1.NodeExternalIP, spec))
+	assert.Equal(t, []string{nodeIP}, of(corev1.NodeInternalIP, spec))
+	assert.Equal(t, []string{"a.ec2.internal"}, of(corev1.NodeInternalDNS, spec))
+	require.Len(t, problems, 1)
+	assert.Equal(t, fmt.Sprintf("ExternalIPs=%q omitted: 2 addresses exceed the limit of 1000 names and addresses in the certificate of a kubelet; "+
+		"set addresses.externalIPs: first-per-family, or remove addresses from the machine", last), problems[0].String())
+
+	// The Node lists the others, and its kubelet has a certificate for them.
+	in.ExternalIPs = addrs(all)
+	requireAddresses(t, corev1.NodeExternalIP, in, all...)
 }

@@ -22,6 +22,7 @@ import (
 	"k8s.io/utils/clock"
 
 	"github.com/talos-ccm/talos-ccm/pkg/controllers/csrapproval"
+	nodecontroller "github.com/talos-ccm/talos-ccm/pkg/controllers/node"
 	"github.com/talos-ccm/talos-ccm/pkg/csrpolicy"
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
@@ -148,10 +149,7 @@ func TestController_ApprovedRequestsAreIssued(t *testing.T) {
 		}},
 	} {
 		csr := s.awaitIssued(s.post(w, r))
-		block, _ := pem.Decode(csr.Status.Certificate)
-
-		certificate, err := x509.ParseCertificate(block.Bytes)
-		require.NoError(t, err)
+		certificate := s.certificateOf(csr)
 
 		roots := x509.NewCertPool()
 		roots.AppendCertsFromPEM(s.Kube.ClientCA())
@@ -161,7 +159,7 @@ func TestController_ApprovedRequestsAreIssued(t *testing.T) {
 			host = w.name
 		}
 
-		_, err = certificate.Verify(x509.VerifyOptions{Roots: roots, DNSName: host})
+		_, err := certificate.Verify(x509.VerifyOptions{Roots: roots, DNSName: host})
 		require.NoError(t, err, name)
 
 		condition := csr.Status.Conditions[0]
@@ -170,6 +168,16 @@ func TestController_ApprovedRequestsAreIssued(t *testing.T) {
 		s.AwaitEvent(csr.Name, csrapproval.ReasonApproved)
 		assert.Len(t, s.Events(csr.Name, csrapproval.ReasonApproved), 1)
 	}
+}
+
+func (s suite) certificateOf(csr *certificatesv1.CertificateSigningRequest) *x509.Certificate {
+	s.Helper()
+
+	block, _ := pem.Decode(csr.Status.Certificate)
+	certificate, err := x509.ParseCertificate(block.Bytes)
+	require.NoError(s, err)
+
+	return certificate
 }
 
 func TestController_DecidesOnceNodeAndMachineAreKnown(t *testing.T) {
@@ -460,6 +468,35 @@ func TestController_ApprovesAllThatNodeLists(t *testing.T) {
 				return !nodespec.IsUninitialized(node) && slices.Contains(requestOf(node).names, hostname) == listed
 			})
 			s.awaitIssued(s.post(w, requestOf(node)))
+		})
+	}
+}
+
+// A prefix can be routed to a machine. The certificate of a thousand addresses has room for all but one, because the name
+// comes first.
+func TestController_ApprovesManyAddresses(t *testing.T) {
+	t.Parallel()
+
+	for i, count := range []int{20, 61, 63, 250, 1000} {
+		t.Run(fmt.Sprint(count), func(t *testing.T) {
+			s := parallel(t)
+			routed := make([]talostest.Address, count-1) // besides the node IP
+
+			for j, ip := 0, netip.AddrFrom4([4]byte{8, byte(i)}); j < len(routed); j, ip = j+1, ip.Next() {
+				routed[j] = on("eth1", ip, 32)
+			}
+
+			w := s.join(routed...)
+			node := s.AwaitNode(w.name, "initialized", func(node *corev1.Node) bool { return !nodespec.IsUninitialized(node) })
+			want := min(count, machine.MaxSubjects-1)
+			require.Len(t, requestOf(node).ips, want)
+
+			csr := s.awaitIssued(s.post(w, requestOf(node)))
+			assert.Len(t, s.certificateOf(csr).IPAddresses, want)
+
+			if want < count {
+				s.AwaitEvent(w.name, nodecontroller.ReasonInvalidValue, "addresses.externalIPs: first-per-family")
+			}
 		})
 	}
 }

@@ -82,8 +82,9 @@ func (c *Controller) reviewFor(request *csrpolicy.Request, nodename string, node
 		subjects = append(subjects, machine.CanonicalAddress(ip))
 	}
 
+	by := newRequester(nodename, node, entry)
 	for _, subject := range subjects {
-		if owners := c.owners.of(subject, requester{nodename, node, entry}); len(owners) > 0 {
+		if owners := c.owners.of(subject, by); len(owners) > 0 {
 			evidence.Owners[subject] = owners
 		}
 	}

@@ -90,6 +90,11 @@ type requester struct {
 	nodename string
 	node     *corev1.Node // nil if it does not exist
 	machine  inventory.Entry
+	policies map[string]csrpolicy.Policy // of other Nodes, as far as they were evaluated for the request
+}
+
+func newRequester(nodename string, node *corev1.Node, entry inventory.Entry) requester {
+	return requester{nodename, node, entry, map[string]csrpolicy.Policy{}}
 }
 
 // of returns the names of the Nodes that own a name or an address, except the requester's Node. A deleted Node with the
@@ -100,7 +105,7 @@ func (o *owners) of(subject string, r requester) map[string]time.Time {
 	listing, _ := o.nodes.ByIndex(indexSubjects, subject) // fails only without the index
 
 	for _, obj := range listing {
-		if node, ok := obj.(*corev1.Node); ok && node.Name != r.nodename && o.owns(node, subject) {
+		if node, ok := obj.(*corev1.Node); ok && node.Name != r.nodename && o.owns(node, subject, r) {
 			existing = append(existing, node.Name)
 		}
 	}
@@ -134,7 +139,7 @@ func (o *owners) of(subject string, r requester) map[string]time.Time {
 // not count if the machine has responded and did not report the value. But an attacker who took over the Node's address
 // could respond in place of the machine and omit values. Two kinds of values therefore always count: the kubelet's node
 // IP of the IP family that was not dialed, and names and addresses that the operator assigns.
-func (o *owners) owns(node *corev1.Node, subject string) bool {
+func (o *owners) owns(node *corev1.Node, subject string, by requester) bool {
 	if !o.machines.Contradicts(node.Name, subject) {
 		return true
 	}
@@ -147,7 +152,11 @@ func (o *owners) owns(node *corev1.Node, subject string) bool {
 		return true
 	}
 
-	policy := o.policy(node, last)
+	policy, evaluated := by.policies[node.Name]
+	if !evaluated {
+		policy = o.policy(node, last)
+		by.policies[node.Name] = policy
+	}
 
 	return slices.ContainsFunc(slices.Concat(policy.ExtraNames, policy.PendingNames), func(name string) bool { return machine.CanonicalName(name) == subject }) ||
 		slices.ContainsFunc(policy.ExtraIPs, func(addr netip.Addr) bool { return machine.CanonicalAddress(addr) == subject })

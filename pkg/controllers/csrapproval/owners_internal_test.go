@@ -2,6 +2,7 @@ package csrapproval
 
 import (
 	"cmp"
+	"fmt"
 	"maps"
 	"net/netip"
 	"slices"
@@ -37,6 +38,8 @@ type ownersFixture struct {
 	t      testing.TB
 	clock  *clocktesting.FakeClock
 	policy csrpolicy.Policy
+	// evaluated counts evaluations of the policy.
+	evaluated int
 }
 
 func newOwnersFixture(t testing.TB) *ownersFixture {
@@ -46,7 +49,11 @@ func newOwnersFixture(t testing.TB) *ownersFixture {
 	f.owners = newOwners(Config{
 		Inventory: inventory.New(f.clock.Now),
 		Clock:     f.clock,
-		Policy:    func(*corev1.Node, machine.Machine) csrpolicy.Policy { return f.policy },
+		Policy: func(*corev1.Node, machine.Machine) csrpolicy.Policy {
+			f.evaluated++
+
+			return f.policy
+		},
 	})
 
 	return f
@@ -71,7 +78,7 @@ func (f *ownersFixture) assertOwned(want bool, subject, nodename string, n *core
 	f.t.Helper()
 
 	owners := map[bool][]string{true: {"other"}}
-	found := f.of(subject, requester{nodename, n, f.machines.Get(nodename)})
+	found := f.of(subject, newRequester(nodename, n, f.machines.Get(nodename)))
 	assert.ElementsMatch(f.t, owners[want], slices.Collect(maps.Keys(found)), subject)
 }
 
@@ -85,7 +92,7 @@ func (f *ownersFixture) assertOwnedByOther(want bool, subject string) {
 func (f *ownersFixture) until(nodename string) time.Time {
 	f.t.Helper()
 
-	owners := f.of(address, requester{nodename: nodename})
+	owners := f.of(address, newRequester(nodename, nil, inventory.Entry{}))
 	require.Contains(f.t, owners, "other")
 
 	return owners["other"]
@@ -332,7 +339,7 @@ func TestOwners_ReregisteredNodeWithAddressAsName(t *testing.T) {
 	f.remove(f.add(withUID(node(address), "old")))
 
 	recreated := f.add(withUID(node(address), "new"))
-	assert.Contains(t, f.of(address, requester{address, recreated, inventory.Entry{}}), address)
+	assert.Contains(t, f.of(address, newRequester(address, recreated, inventory.Entry{})), address)
 }
 
 // A view of the old machine is no proof that the machine of the new Node is the same. The reflector may handle the
@@ -432,4 +439,49 @@ func TestOwners_ForgetEverything(t *testing.T) {
 	f.remove(f.add(withUID(node("last"), "3")))
 	assert.Equal(t, []types.UID{"3"}, slices.Collect(maps.Keys(f.reserved)))
 	assert.Empty(t, f.nodes.List())
+}
+
+// A Node can list the addresses of a request that its machine does not report. To evaluate a policy takes milliseconds.
+func TestOwners_EvaluatePolicyOncePerRequest(t *testing.T) {
+	f := newOwnersFixture(t)
+	f.add(node("other", address, second, unlisted))
+	f.machines.Replace("other", view("other", "10.0.0.9", "10.0.0.9"))
+
+	r := newRequester("requesting", node("requesting"), inventory.Entry{})
+	for _, subject := range []string{address, second, unlisted} {
+		assert.Empty(t, f.of(subject, r), subject)
+	}
+
+	assert.Equal(t, 1, f.evaluated)
+}
+
+// Each name and address of a request is looked up. The cluster has 1,000 Nodes, of which 50 were deleted; the machines of
+// another 50 have other addresses than before.
+func BenchmarkOwners(b *testing.B) {
+	f := newOwnersFixture(b)
+
+	for i := range 1000 {
+		name, ip := fmt.Sprintf("node-%d", i), fmt.Sprintf("10.1.%d.%d", i/250, i%250)
+		n := f.add(withUID(node(name, ip), types.UID(name)))
+		f.machines.Replace(name, view(name, ip, ip, "10.2"+ip[4:]))
+
+		switch i % 20 {
+		case 0:
+			f.machines.Replace(name, view(name, ip, ip))
+		case 1:
+			f.remove(n)
+		}
+	}
+
+	requesting := newRequester("requesting", node("requesting"), inventory.Entry{})
+
+	for _, count := range []int{64, 250, 1000} {
+		b.Run(fmt.Sprintf("subjects=%d", count), func(b *testing.B) {
+			for b.Loop() {
+				for ip := range count {
+					require.Empty(b, f.of(fmt.Sprintf("198.51.%d.%d", 96+ip/250, ip%250), requesting))
+				}
+			}
+		})
+	}
 }
