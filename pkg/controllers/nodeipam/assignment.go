@@ -602,8 +602,9 @@ func machineBlockBits(prefix netip.Prefix, size int) int {
 
 // reservedPrefixes returns the prefixes that are never allocated because of a machine: its addresses, and the addresses of
 // the routers of its prefix. Addresses on CNI links are excluded: they are in the block of the machine's Node, which must
-// be able to get the same block again.
-func reservedPrefixes(m machine.Machine) []netip.Prefix {
+// be able to get the same block again. Of more than maxReserved addresses, it prefers node IPs, the dialed address, and
+// those that a block could contain: in the given CIDRs or in the machine's own prefix.
+func reservedPrefixes(m machine.Machine, cidrs []netip.Prefix) []netip.Prefix {
 	var addrs []netip.Addr
 
 	for _, a := range m.Addresses {
@@ -612,10 +613,21 @@ func reservedPrefixes(m machine.Machine) []netip.Prefix {
 		}
 	}
 
+	prefix, found := machinePrefix(m)
+	if found {
+		cidrs = append(slices.Clip(cidrs), prefix)
+	}
+
+	used := hostPrefixes(append(slices.Clip(m.NodeIPs), m.Endpoint))
+	rank := func(p netip.Prefix) int {
+		return slices.IndexFunc([][]netip.Prefix{used, cidrs, {p}}, func(list []netip.Prefix) bool { return slices.ContainsFunc(list, p.Overlaps) })
+	}
+
 	prefixes := hostPrefixes(addrs)
+	slices.SortStableFunc(prefixes, func(a, b netip.Prefix) int { return rank(a) - rank(b) })
 	prefixes = prefixes[:min(len(prefixes), maxReserved)]
 
-	if prefix, found := machinePrefix(m); found {
+	if found {
 		// The first address is the subnet-router anycast address (RFC 4291, section 2.6.1), the second is commonly the
 		// gateway.
 		prefixes = append(prefixes, netip.PrefixFrom(prefix.Addr(), 127))

@@ -438,7 +438,13 @@ func (c *Controller) refresh(ctx context.Context) error {
 	return nil
 }
 
+// enqueuePending queues the Nodes without podCIDRs. Before that, it reserves the addresses of machines again: which of
+// them are reserved first depends on the pools and cluster CIDRs.
 func (c *Controller) enqueuePending() {
+	for _, node := range c.cachedNodes() {
+		c.reserveMachine(node.Name)
+	}
+
 	for _, node := range c.cachedNodes() {
 		if len(node.Spec.PodCIDRs) == 0 {
 			c.queue.Add(node.Name)
@@ -507,11 +513,22 @@ func (c *Controller) detectConflict(node *corev1.Node) {
 
 // machineChanged reserves the addresses of a machine. The inventory calls it before any worker sees the change.
 func (c *Controller) machineChanged(nodename string) {
+	c.reserveMachine(nodename)
+	c.queue.Add(nodename)
+}
+
+func (c *Controller) reserveMachine(nodename string) {
+	options, _ := c.effectiveOptions(c.cfg.ControlPlane.Current())
+	cidrs := slices.Clone(options.ClusterCIDRs)
+
+	for _, pool := range c.cfg.Pools() {
+		cidrs = append(cidrs, pool.CIDRs...)
+	}
+
 	c.machineMu.Lock()
 	defer c.machineMu.Unlock()
 
-	c.allocations.reserve("machine "+nodename, reservedPrefixes(c.cfg.Inventory.Get(nodename).Machine))
-	c.queue.Add(nodename)
+	c.allocations.reserve("machine "+nodename, reservedPrefixes(c.cfg.Inventory.Get(nodename).Machine, cidrs))
 }
 
 func newProblem(reason, format string, args ...any) *events.Problem {

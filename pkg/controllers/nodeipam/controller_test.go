@@ -429,6 +429,26 @@ func TestController_KeepsClearOfMachinesAndGateway(t *testing.T) {
 	w.wantCIDRs("a", "10.1.0.0/24", "2001:db8:1:2::300/120")
 }
 
+// TestController_KeepsClearOfMachineWithManyAddresses: of the addresses of a machine, those that a block could contain are
+// reserved first. A prefix can be routed to the machine.
+func TestController_KeepsClearOfMachineWithManyAddresses(t *testing.T) {
+	w := newWorld(t)
+	p := w.run(cloud("10.1.0.0/23", "fd00:1::/48"))
+	addresses := []string{"2001:db8:1:2::105/118", "10.1.0.7/16", "10.2.0.7/16"}
+
+	for i := range 100 {
+		addresses = append(addresses, fmt.Sprintf("8.8.8.%d/32", i))
+	}
+
+	w.join("a", addresses...)
+	w.wantCIDRs("a", "10.1.1.0/24", "2001:db8:1:2::200/120")
+
+	w.setPools(nodeipam.Pool{Name: "new", CIDRs: prefixes("10.2.0.0/23")})
+	p.Resync()
+	w.join("b", "2001:db8:2:2::105/118")
+	w.wantCIDRs("b", "10.2.1.0/24", "2001:db8:2:2::200/120")
+}
+
 // TestController_KnowsAllMachinesBeforeItStarts: a new leader reserves the addresses of all machines before its first
 // allocation.
 func TestController_KnowsAllMachinesBeforeItStarts(t *testing.T) {
