@@ -137,11 +137,11 @@ func NewPool(cidr netip.Prefix, length int) (Pool, error) {
 	case pool.cidr.Overlaps(mapped):
 		return refuse("overlaps the IPv4-mapped IPv6 addresses %s", mapped)
 	case length < own:
-		return refuse("a block would be larger than the CIDR")
+		return refuse("a block would be larger than the CIDR; set a larger mask size")
 	case length > longest:
 		return refuse("a prefix has at most %d bits", longest)
 	case length-own > maxBlockBits:
-		return refuse("more than 2^%d blocks", maxBlockBits)
+		return refuse("more than 2^%d blocks; set a smaller mask size", maxBlockBits)
 	}
 
 	return pool, nil

@@ -252,12 +252,12 @@ func TestNewPool_RefusesInvalidDivisions(t *testing.T) {
 	}{
 		{"zero CIDR", netip.Prefix{}, 24, "not a CIDR"},
 		{"invalid prefix length", netip.PrefixFrom(netip.MustParseAddr("10.0.0.0"), 33), 33, "not a CIDR"},
-		{"large block", netip.MustParsePrefix("10.0.0.0/25"), 24, "divide 10.0.0.0/25 into /24 blocks: a block would be larger than the CIDR"},
+		{"large block", netip.MustParsePrefix("10.0.0.0/25"), 24, "divide 10.0.0.0/25 into /24 blocks: a block would be larger than the CIDR; set a larger mask size"},
 		{"negative block length", netip.MustParsePrefix("0.0.0.0/0"), -1, "larger"},
 		{"block smaller than an IPv4 address", netip.MustParsePrefix("10.0.0.0/8"), 33, "at most 32 bits"},
 		{"IPv4-mapped with an IPv6 block length", netip.MustParsePrefix("::ffff:10.0.0.0/104"), 120, "at most 32 bits"},
 		{"block smaller than an IPv6 address", netip.MustParsePrefix("2001:db8::/64"), 129, "at most 128 bits"},
-		{"too many blocks", netip.MustParsePrefix("2001:db8::/32"), 96, "more than 2^63 blocks"},
+		{"too many blocks", netip.MustParsePrefix("2001:db8::/32"), 96, "more than 2^63 blocks; set a smaller mask size"},
 		{"IPv4-mapped addresses", netip.MustParsePrefix("::/64"), 96, "divide ::/64 into /96 blocks: overlaps the IPv4-mapped IPv6 addresses ::ffff:0.0.0.0/96"},
 	} {
 		p, err := cidrset.NewPool(test.cidr, test.bits)

@@ -30,7 +30,8 @@ const (
 	// docs/explanation/pod-cidrs.md#machines-without-a-prefix.
 	ReasonPrefixMissing = "PodCIDRIPv6PrefixMissing"
 	// ReasonPrefixTooSmall: a prefix cannot be divided into blocks of the configured size.
-	// Fix: set a larger mask size, or use another prefix.
+	// Fix: set a smaller mask size for more than 2^63 blocks, a larger one if a block exceeds the prefix, or use another
+	// prefix.
 	ReasonPrefixTooSmall = "PodCIDRPrefixTooSmall"
 	// ReasonMaxPodsUnknown: `blockSize` is `auto`, and the kubelet reports no pod capacity, or more than 4096.
 	// Fix: wait, or set a mask size.
