@@ -192,6 +192,9 @@ func TestReview_MessagesNameSubjectsAndOwners(t *testing.T) {
 			`IP address 10.244.3.7 is in 10.244.0.0/16, a CIDR of pods or Services or a virtual IP according to machine "cp-1"`,
 			`IP address 192.0.2.9 is in 192.0.2.9/32, a CIDR of pods or Services or a virtual IP according to machine "cp-1"`,
 		},
+		"has=192.0.2.1/24@eth1 ip=192.0.2.1": {
+			"IP address 192.0.2.1 is in the API server's certificate; remove it from cluster.apiServer.certSANs, or reboot the control-plane machine that had it before",
+		},
 		"reported-dns=lb.example.org dns=lb.example.org": {
 			`DNS name "lb.example.org" belongs to the API server according to machine "cp-1", and Node "worker-1" is a worker`,
 		},

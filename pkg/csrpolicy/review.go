@@ -248,8 +248,10 @@ func (r *review) checkAddress(ip netip.Addr) {
 		r.postpone(CodeClusterAddress, "IP address %s is in %s, a CIDR of pods or Services or a virtual IP according to %s", ip, cidr, owner)
 	case source == apiServer && r.isWorker() && slices.ContainsFunc(r.ownAddresses(ip), isUncontested):
 		// Talos keeps each address of a control-plane machine in the certificate until the machine reboots
-		// (network.NodeAddressAccumulativeID in secrets/KubernetesCertSANsController). The worker may have it by now.
-		r.postpone(CodeClusterAddress, "IP address %s is in the API server's certificate, which keeps the addresses of a control-plane machine until it reboots", ip)
+		// (network.NodeAddressAccumulativeID in secrets/KubernetesCertSANsController). The worker may have it by now. And
+		// operators list the addresses of all machines in certSANs.
+		r.postpone(CodeClusterAddress, "IP address %s is in the API server's certificate; remove it from cluster.apiServer.certSANs, "+
+			"or reboot the control-plane machine that had it before", ip)
 		r.checkOwners(ip.String())
 	case source != "":
 		if r.mayBeAPIServer(CodeClusterAddress, ip.String(), source) {
