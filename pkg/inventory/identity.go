@@ -1,6 +1,7 @@
 package inventory
 
 import (
+	"net/netip"
 	"slices"
 	"time"
 
@@ -78,6 +79,20 @@ func (i *Inventory) withoutRenamed(nodenames []string, nodename string) []string
 // ends it.
 func atOneAddress(a, b Entry) bool {
 	return a.Last.Endpoint.IsValid() && a.Last.Endpoint == b.Last.Endpoint && a.Last.Identity() == b.Last.Identity()
+}
+
+// Rivals returns the addresses of two machines with one nodename, that of the present one first; none if there is only
+// one. The two respond in turns, because the kubelets of both write the addresses of the Node.
+func (i *Inventory) Rivals(nodename string) []netip.Addr {
+	i.mu.RLock()
+	defer i.mu.RUnlock()
+
+	entry := i.entries[nodename]
+	if i.now().Sub(entry.rivalAt) >= Retention {
+		return nil
+	}
+
+	return []netip.Addr{entry.Last.Endpoint, entry.rival}
 }
 
 // sameIdentity returns the other nodenames whose last views have an identifier of the identity. The caller holds i.mu.

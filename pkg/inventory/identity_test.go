@@ -8,6 +8,7 @@ import (
 	"github.com/siderolabs/talos/pkg/machinery/resources/hardware"
 	"github.com/stretchr/testify/assert"
 
+	"github.com/talos-ccm/talos-ccm/pkg/inventory"
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
 )
 
@@ -46,6 +47,30 @@ func TestInventory_SharedNameIgnoresFormerNames(t *testing.T) {
 	assert.Empty(t, f.SharedName(name, "new"))
 	f.do(view("other", named("n2")))
 	assert.Equal(t, []string{"other"}, f.SharedName(name, "new"))
+}
+
+// Two machines respond under one name, and each in turn moves the Node to its address.
+func TestInventory_RivalsRespondInTurns(t *testing.T) {
+	one, two := reached(original, "10.0.0.1"), reached(another, "10.0.0.2")
+
+	for _, test := range []struct {
+		name    string
+		changes steps
+		want    []netip.Addr
+	}{
+		{"one machine", steps{view("a", one), view("a", one)}, nil},
+		{"replaced", steps{view("a", one), view("a", two)}, nil},
+		{"in turns", steps{view("a", one), view("a", two), view("a", one)}, []netip.Addr{one.Endpoint, two.Endpoint}},
+		{"again", steps{view("a", one), view("a", two), view("a", one), view("a", two), view("a", two)}, []netip.Addr{two.Endpoint, one.Endpoint}},
+		{"after a failed attempt", steps{view("a", one), view("a", two), unreachable("a"), view("a", one)}, []netip.Addr{one.Endpoint, two.Endpoint}},
+		{"at one address", steps{view("a", one), view("a", reached(another, "10.0.0.1")), view("a", one)}, nil},
+		{"moved twice", steps{view("a", one), view("a", reached(original, "10.0.0.2")), view("a", one)}, nil},
+		{"long ago", steps{view("a", one), view("a", two), view("a", one), after(inventory.Retention)}, nil},
+		{"under another name", steps{view("a", one), view("b", two), view("a", one)}, nil},
+	} {
+		f := newFixture(test.changes...)
+		assert.Equal(t, test.want, f.Rivals("a"), test.name)
+	}
 }
 
 func TestInventory_RenamedToNeedsProof(t *testing.T) {

@@ -59,6 +59,10 @@ type Entry struct {
 	Last machine.Machine
 	// Responding is the nodename of the machine that responds at the Node's address, if the condition is Mismatch.
 	Responding string
+
+	before  machine.Identity // of the machine that responded before Last; zero if there was none
+	rival   netip.Addr       // see Rivals
+	rivalAt time.Time        // when the rival was replaced
 }
 
 // Inventory is safe for concurrent use. Use New.
@@ -228,7 +232,16 @@ func (i *Inventory) Contradicts(nodename, nameOrAddress string) bool {
 // Replace sets the current view of nodename's machine. Subscribers are called only if something changed.
 func (i *Inventory) Replace(nodename string, m machine.Machine) {
 	i.update(nodename, func(e *Entry) {
-		*e = Entry{Machine: m, Condition: Current, ObservedAt: i.now(), Last: m}
+		last := e.Last
+		*e = Entry{Machine: m, Condition: Current, ObservedAt: i.now(), Last: m, before: e.before, rival: e.rival, rivalAt: e.rivalAt}
+
+		if last.Identity().Compare(m.Identity()) == machine.Different {
+			if e.before.Compare(m.Identity()) == machine.Same && last.Endpoint != m.Endpoint {
+				e.rival, e.rivalAt = last.Endpoint, i.now()
+			}
+
+			e.before = last.Identity()
+		}
 	})
 }
 

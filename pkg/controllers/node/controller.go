@@ -85,7 +85,7 @@ const (
 	// ReasonProviderIDInUse: another Node already has this providerID.
 	// Fix: delete the Node that no longer exists; give clones identities of their own.
 	ReasonProviderIDInUse = "ProviderIDInUse"
-	// ReasonProviderIDMismatch: the providerID names another instance than the machine.
+	// ReasonProviderIDMismatch: the providerID names another instance than the machine, or two machines have the hostname.
 	// Fix: docs/troubleshooting/nodes.md#providerid-of-another-instance.
 	ReasonProviderIDMismatch = "ProviderIDMismatch"
 	// ReasonRenamed: no providerID yet: the Node of the machine's earlier name has it.

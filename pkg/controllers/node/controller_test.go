@@ -21,6 +21,7 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 	corev1ac "k8s.io/client-go/applyconfigurations/core/v1"
 	"k8s.io/client-go/util/retry"
+	cloudproviderapi "k8s.io/cloud-provider/api"
 
 	"github.com/talos-ccm/talos-ccm/pkg/controllers/node"
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
@@ -848,6 +849,22 @@ func TestController_ReportsProviderIDOfAnotherInstance(t *testing.T) {
 	s.waitForIdle()
 	s.assertOneEvent("re-created", node.ReasonProviderIDMismatch, "hcloud://before", "hcloud://after")
 	assert.Equal(t, "hcloud://before", s.Node("re-created").Spec.ProviderID)
+}
+
+// The kubelets of both machines write the same Node.
+func TestController_ReportsHostnameOfTwoMachines(t *testing.T) {
+	s := parallel(t)
+	m := s.initialize(talostest.MachineSpec{Nodename: "twin", Platform: identified("hcloud", "hcloud://first")})
+	other := s.Machine(talostest.MachineSpec{Nodename: "twin-2", Platform: identified("hcloud", "hcloud://second")})
+	require.NoError(t, other.SetNodename(t.Context(), "twin"))
+
+	for _, next := range []*talostest.Machine{other, m, other} {
+		s.PatchNode("twin", "kubelet", fmt.Sprintf(`{"metadata":{"annotations":{%q:%q}}}`, cloudproviderapi.AnnotationAlphaProvidedIPAddr, next.Address()))
+		ctest.Eventually(s, "the other machine is watched", func() bool { return s.inventory.Get("twin").Machine.Endpoint == next.Address() })
+	}
+
+	s.AwaitEvent("twin", node.ReasonProviderIDMismatch, "Two machines have the hostname", m.Address().String(), other.Address().String(), "change the hostname of one of them")
+	assert.Equal(t, "hcloud://first", s.Node("twin").Spec.ProviderID)
 }
 
 // The upstream Talos CCM, and talos-ccm for machines that share a UUID, use the address in the providerID.

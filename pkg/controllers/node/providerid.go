@@ -21,6 +21,11 @@ func (c *Controller) providerID(node *corev1.Node, entry inventory.Entry, desire
 	if actual := node.Spec.ProviderID; actual != "" {
 		c.release(node.Name, actual)
 
+		if rivals := c.config.Inventory.Rivals(node.Name); len(rivals) > 0 {
+			return actual, &events.Problem{Reason: ReasonProviderIDMismatch, Subject: "hostname", Message: fmt.Sprintf("Two machines have the hostname of "+
+				"node %s, at %s and %s, and its providerID is %s; change the hostname of one of them", node.Name, rivals[0], rivals[1], actual)}
+		}
+
 		if entry.Condition == inventory.Current && differentInstances(actual, desired) {
 			return actual, &events.Problem{Reason: ReasonProviderIDMismatch, Message: fmt.Sprintf("Node has providerID %s, but its machine is %s now; "+
 				"drain and delete the node, and then reboot the machine, so that it registers again", actual, desired)}
