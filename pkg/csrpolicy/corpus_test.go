@@ -222,7 +222,8 @@ func validSubnets(list []string) []machine.ValidSubnet {
 }
 
 var nodeStates = map[string]csrpolicy.NodeState{
-	"unknown": csrpolicy.NodeUnknown, "unmanaged": csrpolicy.NodeUnmanaged, "worker": csrpolicy.NodeWorker, "control-plane": csrpolicy.NodeControlPlane, "undefined": 99,
+	"unknown": csrpolicy.NodeUnknown, "deleting": csrpolicy.NodeDeleting, "unmanaged": csrpolicy.NodeUnmanaged,
+	"worker": csrpolicy.NodeWorker, "control-plane": csrpolicy.NodeControlPlane, "undefined": 99,
 }
 
 var machineStates = map[string]csrpolicy.MachineState{

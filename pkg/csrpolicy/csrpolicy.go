@@ -80,6 +80,7 @@ const CodeVerified = "IdentityVerified"
 // Codes of reasons to defer a request.
 const (
 	CodeNodeUnknown         = "NodeUnknown"
+	CodeNodeDeleting        = "NodeBeingDeleted"
 	CodeMachineUnknown      = "MachineUnknown"
 	CodeMachineUnreachable  = "MachineUnreachable"
 	CodeMachineMismatch     = "IdentityMismatch"
@@ -166,6 +167,10 @@ type NodeState int
 const (
 	// NodeUnknown means that the Node does not exist yet. It is the zero value.
 	NodeUnknown NodeState = iota
+	// NodeDeleting means that the Node is being deleted, which finalizers can delay for hours. Its kubelet gets no new
+	// certificate, which would be valid for a year, and for addresses that another machine may have by then. To drain the
+	// Node, the kubelet needs only its client certificate. It serves its present certificate until that expires.
+	NodeDeleting
 	// NodeUnmanaged means that the Node does not run Talos or is not selected by the configuration.
 	NodeUnmanaged
 	// NodeWorker means that the Node is managed and not known to be a control-plane Node.

@@ -195,6 +195,8 @@ func TestReview_MessagesNameSubjectsAndOwners(t *testing.T) {
 		"has=192.0.2.1/24@eth1 ip=192.0.2.1": {
 			"IP address 192.0.2.1 is in the API server's certificate; remove it from cluster.apiServer.certSANs, or reboot the control-plane machine that had it before",
 		},
+		"node=unknown":  {`Node "worker-1" does not exist yet`},
+		"node=deleting": {`Node "worker-1" is being deleted`},
 		"reported-dns=lb.example.org dns=lb.example.org": {
 			`DNS name "lb.example.org" belongs to the API server according to machine "cp-1", and Node "worker-1" is a worker`,
 		},

@@ -142,7 +142,9 @@ func (r *review) checkRequester() {
 		return
 	}
 
-	if !r.Node.managed() {
+	if r.Node == NodeDeleting {
+		r.postpone(CodeNodeDeleting, "Node %.80q is being deleted", r.nodename)
+	} else if !r.Node.managed() {
 		r.postpone(CodeNodeUnknown, "Node %.80q does not exist yet", r.nodename)
 	}
 

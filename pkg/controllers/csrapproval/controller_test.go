@@ -217,6 +217,26 @@ func TestController_ApprovesOnceNodeExists(t *testing.T) {
 	s.awaitIssued(name)
 }
 
+// A finalizer can keep a Node for hours.
+func TestController_DefersWhileNodeIsBeingDeleted(t *testing.T) {
+	s := parallel(t)
+	w := s.known()
+
+	s.PatchNode(w.name, "", `{"metadata":{"finalizers":["test/drain"]}}`)
+	require.NoError(t, s.Client.CoreV1().Nodes().Delete(s.Context(), w.name, metav1.DeleteOptions{}))
+	defer s.PatchNode(w.name, "", `{"metadata":{"finalizers":null}}`)
+
+	s.eventually("the deletion is in the cache", func() bool {
+		node, err := s.main.Nodes.Lister().Get(w.name)
+
+		return err == nil && node.DeletionTimestamp != nil
+	})
+
+	name := s.post(w, request{})
+	s.AwaitEvent(name, csrapproval.ReasonDeferred, csrpolicy.CodeNodeDeleting, "is being deleted")
+	s.assertPending(name)
+}
+
 func TestController_ApprovesControlPlaneMachine(t *testing.T) {
 	s := parallel(t)
 	s.awaitIssued(s.post(worker{name: controlPlane, addr: controlPlaneIP}, request{}))

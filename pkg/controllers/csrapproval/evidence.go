@@ -115,8 +115,10 @@ func (c *Controller) entryFor(nodename string, node *corev1.Node) inventory.Entr
 // reports another operating system.
 func nodeState(node *corev1.Node, entry inventory.Entry, managed func() bool) csrpolicy.NodeState {
 	switch {
-	case node == nil || node.DeletionTimestamp != nil:
+	case node == nil:
 		return csrpolicy.NodeUnknown
+	case node.DeletionTimestamp != nil:
+		return csrpolicy.NodeDeleting
 	case !nodespec.IsTalos(node) && entry.Condition != inventory.Current, !managed():
 		return csrpolicy.NodeUnmanaged
 	case nodespec.IsControlPlane(node):

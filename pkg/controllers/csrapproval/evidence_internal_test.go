@@ -64,7 +64,7 @@ func TestNodeState(t *testing.T) {
 		want    csrpolicy.NodeState
 	}{
 		{"no Node", nil, inventory.Unknown, true, csrpolicy.NodeUnknown},
-		{"being deleted", deleted, inventory.Current, true, csrpolicy.NodeUnknown},
+		{"being deleted", deleted, inventory.Current, true, csrpolicy.NodeDeleting},
 		{"another operating system", debian, inventory.Unknown, true, csrpolicy.NodeUnmanaged},
 		{"another operating system, by the kubelet only", debian, inventory.Current, true, csrpolicy.NodeWorker},
 		{"another operating system, since the machine went silent", debian, inventory.Unreachable, true, csrpolicy.NodeUnmanaged},
