@@ -86,10 +86,15 @@ func boundStream(share *Share) grpc.StreamClientInterceptor {
 	return func(
 		ctx context.Context, desc *grpc.StreamDesc, cc *grpc.ClientConn, method string, open grpc.Streamer, opts ...grpc.CallOption,
 	) (grpc.ClientStream, error) {
-		ctx, cancel := context.WithCancel(ctx)
+		return &boundedStream{bounds: bounds{share: share}, open: func(maxSize int, isList bool) (stream grpc.ClientStream, cancel context.CancelFunc, err error) {
+			ctx, cancel := ctx, func() {}
+			if isList {
+				ctx, cancel = context.WithCancel(ctx)
+			}
 
-		return &boundedStream{cancel: cancel, bounds: bounds{share: share}, open: func(maxSize int) (grpc.ClientStream, error) {
-			return open(ctx, desc, cc, method, append(opts, grpc.MaxCallRecvMsgSize(maxSize))...)
+			stream, err = open(ctx, desc, cc, method, append(opts, grpc.MaxCallRecvMsgSize(maxSize))...)
+
+			return stream, cancel, err
 		}}, nil
 	}
 }
@@ -98,7 +103,7 @@ func boundStream(share *Share) grpc.StreamClientInterceptor {
 type boundedStream struct {
 	grpc.ClientStream
 
-	open   func(maxSize int) (grpc.ClientStream, error)
+	open   func(maxSize int, isList bool) (grpc.ClientStream, context.CancelFunc, error)
 	cancel context.CancelFunc
 	bounds bounds
 }
@@ -112,26 +117,28 @@ func (s *boundedStream) SendMsg(request any) (err error) {
 		limit = otherKinds
 	}
 
-	if _, isList := request.(*v1alpha1.ListRequest); isList {
+	_, isList := request.(*v1alpha1.ListRequest)
+	if isList {
 		maxSize = min(limit, maxListed)
 	}
 
 	s.bounds = bounds{kind: kind, limit: limit, share: s.bounds.share, sizes: map[resource.ID]int{}}
 
-	if s.ClientStream, err = s.open(maxSize); err != nil {
-		s.cancel()
+	s.ClientStream, s.cancel, err = s.open(maxSize, isList)
+	s.open = nil // there is a watch for each machine and kind
 
-		return err
+	if err == nil {
+		err = s.ClientStream.SendMsg(request)
 	}
 
-	if err = s.ClientStream.SendMsg(request); err != nil {
+	if err != nil {
 		s.cancel()
 	}
 
 	return err
 }
 
-// RecvMsg implements grpc.ClientStream. It ends the stream with the first error.
+// RecvMsg implements grpc.ClientStream. It ends a list with the first error. The caller must end a watch.
 func (s *boundedStream) RecvMsg(message any) error {
 	err := s.ClientStream.RecvMsg(message)
 
