@@ -129,7 +129,7 @@ var denyCodes = []string{
 var Codes = map[Decision][]string{
 	Approve: {CodeVerified},
 	Defer: append([]string{
-		CodeNodeUnknown, CodeMachineUnknown, CodeMachineUnreachable, CodeMachineMismatch, CodeClusterUnknown,
+		CodeNodeUnknown, CodeNodeDeleting, CodeMachineUnknown, CodeMachineUnreachable, CodeMachineMismatch, CodeClusterUnknown,
 		CodeControlPlaneUnclear, CodeUnknownName, CodeUnknownAddress, CodeExcludedAddress, CodeVirtualAddress, CodeOwnedByOthers,
 		CodeUnexpectedCredential,
 	}, denyCodes...),
