@@ -179,7 +179,7 @@ type bounds struct {
 }
 
 func (b *bounds) checkListed(r *v1alpha1.Resource) error {
-	n := size(r, r)
+	n := size(r) + elementsSize(r)
 
 	b.total += n
 	if b.total > b.limit {
@@ -201,7 +201,8 @@ func (b *bounds) checkEvents(list []*v1alpha1.Event, now time.Time) error {
 	}
 
 	for _, event := range list {
-		n := size(event, event.GetResource(), event.GetOld())
+		inResource := elementsSize(event.GetResource())
+		n := size(event) + inResource + elementsSize(event.GetOld())
 
 		if b.sent += n; b.sent > 2*b.limit {
 			return status.Errorf(codes.ResourceExhausted, "%s: machine sent changes of more than %d KiB in a minute", b.kind, 2*b.limit>>10)
@@ -225,7 +226,7 @@ func (b *bounds) checkEvents(list []*v1alpha1.Event, now time.Time) error {
 			b.total -= b.sizes[id]
 			delete(b.sizes, id)
 		default: // the COSI client takes unknown types for CREATED
-			present := size(event.GetResource(), event.GetResource())
+			present := size(event.GetResource()) + inResource
 			b.total += present - b.sizes[id]
 			b.sizes[id] = present
 		}
@@ -256,16 +257,14 @@ func (b *bounds) exceeded() error {
 	return status.Errorf(codes.ResourceExhausted, "%s: machine has more than %d KiB of them", b.kind, b.limit>>10)
 }
 
-// size returns what a message with resources counts.
-func size(m proto.Message, resources ...*v1alpha1.Resource) int {
-	size := max(proto.Size(m), minSize)
+// size returns what a message counts, without the elements in it.
+func size(m proto.Message) int { return max(proto.Size(m), minSize) }
 
-	for _, r := range resources {
-		count, _ := elements(r.GetSpec().GetProtoSpec(), maxDepth)
-		size += elementSize * count
-	}
+// elementsSize returns what the elements of a resource count.
+func elementsSize(r *v1alpha1.Resource) int {
+	count, _ := elements(r.GetSpec().GetProtoSpec(), maxDepth)
 
-	return size
+	return elementSize * count
 }
 
 // elements returns the number of elements of repeated fields in an encoded message, without the first of each field. It

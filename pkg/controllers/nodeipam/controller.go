@@ -441,11 +441,13 @@ func (c *Controller) refresh(ctx context.Context) error {
 // enqueuePending queues the Nodes without podCIDRs. Before that, it reserves the addresses of machines again: which of
 // them are reserved first depends on the pools and cluster CIDRs.
 func (c *Controller) enqueuePending() {
-	for _, node := range c.cachedNodes() {
-		c.reserveMachine(node.Name)
+	all, cidrs := c.cachedNodes(), c.cidrs()
+
+	for _, node := range all {
+		c.reserveMachine(node.Name, cidrs)
 	}
 
-	for _, node := range c.cachedNodes() {
+	for _, node := range all {
 		if len(node.Spec.PodCIDRs) == 0 {
 			c.queue.Add(node.Name)
 		}
@@ -513,11 +515,12 @@ func (c *Controller) detectConflict(node *corev1.Node) {
 
 // machineChanged reserves the addresses of a machine. The inventory calls it before any worker sees the change.
 func (c *Controller) machineChanged(nodename string) {
-	c.reserveMachine(nodename)
+	c.reserveMachine(nodename, c.cidrs())
 	c.queue.Add(nodename)
 }
 
-func (c *Controller) reserveMachine(nodename string) {
+// cidrs returns the CIDRs from which blocks are allocated, without the machines' own prefixes.
+func (c *Controller) cidrs() []netip.Prefix {
 	options, _ := c.effectiveOptions(c.cfg.ControlPlane.Current())
 	cidrs := slices.Clone(options.ClusterCIDRs)
 
@@ -525,6 +528,10 @@ func (c *Controller) reserveMachine(nodename string) {
 		cidrs = append(cidrs, pool.CIDRs...)
 	}
 
+	return cidrs
+}
+
+func (c *Controller) reserveMachine(nodename string, cidrs []netip.Prefix) {
 	c.machineMu.Lock()
 	defer c.machineMu.Unlock()
 
