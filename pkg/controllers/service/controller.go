@@ -58,6 +58,7 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/config"
 	"github.com/talos-ccm/talos-ccm/pkg/csrpolicy"
 	"github.com/talos-ccm/talos-ccm/pkg/internal/events"
+	"github.com/talos-ccm/talos-ccm/pkg/internal/nodes"
 	"github.com/talos-ccm/talos-ccm/pkg/internal/queue"
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
@@ -164,7 +165,6 @@ func New(cfg Config) (*Controller, error) {
 	}{
 		{serviceInformer.Informer(), func(_, _ any) bool { return true }},
 		{sliceInformer.Informer(), c.sliceMatters},
-		{cfg.Nodes.Informer(), nodeChanged},
 	} {
 		changed := func(before, after any) {
 			if watch.relevant(before, after) {
@@ -178,8 +178,17 @@ func New(cfg Config) (*Controller, error) {
 			DeleteFunc: func(obj any) { changed(obj, nil) },
 		})
 		if err != nil {
-			return nil, fmt.Errorf("watch services, endpoint slices and nodes: %w", err)
+			return nil, fmt.Errorf("watch services and endpoint slices: %w", err)
 		}
+	}
+
+	_, err := nodes.Watch(cfg.Nodes, func(before, after *corev1.Node) {
+		if nodeChanged(before, after) {
+			c.Resync()
+		}
+	})
+	if err != nil {
+		return nil, err
 	}
 
 	cfg.Inventory.Subscribe(func(string) { c.Resync() })
@@ -217,13 +226,13 @@ func (c *Controller) sync(ctx context.Context, key string) (again time.Duration,
 	}
 
 	// A list from the cache cannot fail.
-	nodes, _ := c.cfg.Nodes.Lister().List(labels.Everything())
+	all, _ := c.cfg.Nodes.Lister().List(labels.Everything())
 	services, _ := c.services.List(labels.Everything())
 
 	s := snapshot{services: services, options: c.cfg.Options(), identity: c.cfg.Identity(), selectors: c.decided, endpoints: c.endpoints()}
 	machines, silent := 0, 0 // a machine that has not been reached yet is silent
 
-	for _, node := range nodes {
+	for _, node := range all {
 		entry := c.cfg.Inventory.Get(node.Name)
 		s.nodes = append(s.nodes, candidate{
 			node: node, entry: entry, managed: !entry.ObservedAt.IsZero() && c.cfg.Managed(node, entry.Machine),
@@ -368,20 +377,17 @@ func (c *Controller) sliceMatters(before, after any) bool {
 	return err == nil && service.Spec.ExternalTrafficPolicy == corev1.ServiceExternalTrafficPolicyLocal && manages(c.cfg.Options(), service)
 }
 
-// nodeChanged reports whether more has changed than heartbeats.
-func nodeChanged(before, after any) bool {
-	old, wasNode := before.(*corev1.Node)
-	node, isNode := after.(*corev1.Node)
-
-	if !wasNode || !isNode {
+// nodeChanged reports whether more has changed than heartbeats; see nodes.Watch.
+func nodeChanged(before, after *corev1.Node) bool {
+	if before == nil || after == nil {
 		return true
 	}
 
 	relevant := func(node *corev1.Node) []any {
-		return []any{node.UID, node.Labels, node.DeletionTimestamp, node.Spec.Taints, node.Status.Addresses, node.Status.NodeInfo.OSImage, nodespec.IsReady(node)}
+		return []any{node.Labels, node.DeletionTimestamp, node.Spec.Taints, node.Status.Addresses, node.Status.NodeInfo.OSImage, nodespec.IsReady(node)}
 	}
 
-	return !apiequality.Semantic.DeepEqual(relevant(old), relevant(node))
+	return !apiequality.Semantic.DeepEqual(relevant(before), relevant(after))
 }
 
 // trimService drops fields of a Service that this package does not read.
