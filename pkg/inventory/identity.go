@@ -81,8 +81,8 @@ func atOneAddress(a, b Entry) bool {
 	return a.Last.Endpoint.IsValid() && a.Last.Endpoint == b.Last.Endpoint && a.Last.Identity() == b.Last.Identity()
 }
 
-// Rivals returns the addresses of two machines with one nodename, that of the present one first; none if there is only
-// one. The two respond in turns, because the kubelets of both write the addresses of the Node.
+// Rivals returns the addresses of two machines with the same nodename, or nil if only one machine has it. The first is the
+// address of the machine that responds now. They alternate, because both kubelets write the addresses of the Node.
 func (i *Inventory) Rivals(nodename string) []netip.Addr {
 	i.mu.RLock()
 	defer i.mu.RUnlock()

@@ -52,9 +52,9 @@ import (
 
 const (
 	// maxConnecting limits the machines that are read for the first time at once, from the TLS handshake to the first
-	// view. More at once need more memory and save no time. A machine that stalls delays others for at most slotTime, and
-	// only those of the same kind: of known Nodes or of others, steady or not. A machine that drops packets delays none:
-	// the limits do not include TCP connection attempts.
+	// view. More at once need more memory and save no time. Known Nodes and others have separate limits, and so have steady
+	// and unsteady machines. A machine that stalls delays others for at most slotTime. A machine that drops packets delays
+	// none, because the limits do not include TCP connection attempts.
 	maxConnecting = 32
 	slotTime      = time.Second
 

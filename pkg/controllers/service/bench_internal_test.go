@@ -78,7 +78,7 @@ func (s *snapshot) afterFirstPass() {
 	}
 }
 
-// cpuTime returns the time that the process has used, including that of the garbage collector.
+// cpuTime returns the CPU time of the process, including garbage collection.
 func cpuTime(b *testing.B) time.Duration {
 	b.Helper()
 

@@ -138,8 +138,8 @@ type snapshot struct {
 
 	// eligible are the Nodes that can receive traffic if they are ready.
 	eligible []*candidate
-	// clusterIPs are the addresses of Services. reserved are those of the API server and of control-plane machines. A
-	// compromised worker can report any address, but never gets one of these or in podCIDRs.
+	// clusterIPs are the addresses of Services, and reserved are the addresses of the API server and of control-plane
+	// machines. A Service never gets any of these, or an address in podCIDRs, for a worker, which may be compromised.
 	clusterIPs sets.Set[string]
 	reserved   sets.Set[netip.Addr]
 	podCIDRs   []netip.Prefix
