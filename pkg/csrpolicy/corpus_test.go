@@ -76,7 +76,7 @@ func checkCorpus(t *testing.T, table string, approves bool) {
 		t.Run(r.changes, func(t *testing.T) {
 			verdict := sceneOf(t, r.changes).review(t)
 			assert.Equal(t, r.decision+" "+r.codes, verdict.Decision.String()+" "+codes(verdict), "line %d: %+v", r.line, verdict.Reasons)
-			assert.Equal(t, approves, r.decision == csrpolicy.Approve.String(), "line %d belongs to the other file", r.line)
+			assert.Equal(t, approves, r.decision == csrpolicy.Approved.String(), "line %d belongs to the other file", r.line)
 			assert.NotEmpty(t, r.why, "line %d has no explanation", r.line)
 			assert.Zero(t, seen[r.changes], "line %d repeats another", r.line)
 

@@ -15,6 +15,10 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
 )
 
+// CodeUnexpectedCredential is the code of a request that was not made with the recorded client certificate. It is a reason
+// to keep the request pending if Policy.EnforceCredential is set.
+const CodeUnexpectedCredential = "UnexpectedCredential"
+
 const (
 	// extraCredentialID is the key under which the API server records the credential of a requester, and
 	// certificatePrefix the prefix of client certificates (k8s.io/apiserver/pkg/authentication, Kubernetes 1.32 and
@@ -95,8 +99,9 @@ func (c ClientCertificate) origin(used time.Time) string {
 	return fmt.Sprintf("serial number %s, requested with %s at %s", c.Serial, requester, c.RequestedAt.UTC().Format(time.RFC3339))
 }
 
-// Pin records which client certificate a Node's kubelet has. The zero value means that none is known.
-type Pin struct {
+// Record is what the labels of a Node record of its kubelet's client certificate. The zero value means that none is
+// known.
+type Record struct {
 	// Credential is the certificate's ID. Previous is the ID of the certificate with which the kubelet requested it: a
 	// request that it made before the rotation can be reviewed after it, and a kubelet that fails to store a
 	// certificate continues with the previous one.
@@ -105,7 +110,7 @@ type Pin struct {
 	// stores the certificate. Issuer is ClientCertificate's. Each may be empty if unknown.
 	NodeID, Volume, Issuer string
 	// Address is the address at which the machine responded; the zero value if unknown. No other certificate can be
-	// pinned while the machine is not dialed there.
+	// recorded while the machine is not dialed there.
 	Address netip.Addr
 	// Expires is when the certificate expires; zero if unknown.
 	Expires time.Time
@@ -113,7 +118,7 @@ type Pin struct {
 
 // Credentials are the client certificates of a Node's kubelet. The zero value means that none is known.
 type Credentials struct {
-	Pin Pin
+	Record Record
 	// Issued are the certificates that were issued for the Node within the last hour or so. The API server forgets older
 	// requests.
 	Issued []ClientCertificate
@@ -121,64 +126,64 @@ type Credentials struct {
 	NodeCreated time.Time
 }
 
-// Has reports whether the credential is pinned.
-func (p Pin) Has(credential string) bool {
-	return credential != "" && (credential == p.Credential || credential == p.Previous)
+// Has reports whether the credential is recorded.
+func (r Record) Has(credential string) bool {
+	return credential != "" && (credential == r.Credential || credential == r.Previous)
 }
 
-// Follow returns the pin after all rotations of the pinned certificate. Its result does not change if it is called with
-// the same certificates again.
-func (p Pin) Follow(issued []ClientCertificate) Pin {
+// Follow returns the record after all rotations of the recorded certificate. Its result does not change if it is called
+// with the same certificates again.
+func (r Record) Follow(issued []ClientCertificate) Record {
 	issued = slices.SortedFunc(slices.Values(issued), func(a, b ClientCertificate) int {
 		return cmp.Or(a.RequestedAt.Compare(b.RequestedAt), cmp.Compare(a.ID, b.ID))
 	})
 
 	for _, certificate := range issued {
-		if p.Has(certificate.RequestedWith) && !p.Has(certificate.ID) {
-			p.Credential, p.Previous = certificate.ID, certificate.RequestedWith
-			p.Issuer, p.Expires = certificate.Issuer, certificate.Expires
+		if r.Has(certificate.RequestedWith) && !r.Has(certificate.ID) {
+			r.Credential, r.Previous = certificate.ID, certificate.RequestedWith
+			r.Issuer, r.Expires = certificate.Issuer, certificate.Expires
 		}
 	}
 
-	return p
+	return r
 }
 
-// lost reports whether the kubelet can no longer have the pinned certificate. Only the machine at the pinned address
+// lost reports whether the kubelet can no longer have the recorded certificate. Only the machine at the recorded address
 // counts, because a kubelet can change the address that is dialed. renewed is the certificate with which the request was
 // made; the zero value if it is not known.
-func (p Pin) lost(m machine.Machine, renewed ClientCertificate, now time.Time) bool {
+func (r Record) lost(m machine.Machine, renewed ClientCertificate, now time.Time) bool {
 	changed := func(before, after string) bool { return before != "" && after != "" && before != after }
 	volume := Fingerprint(m.EphemeralID)
-	reinstalled := (p.Volume == "" || volume == "") && changed(p.NodeID, Fingerprint(m.NodeID))
-	expired := !p.Expires.IsZero() && p.Expires.Before(now)
+	reinstalled := (r.Volume == "" || volume == "") && changed(r.NodeID, Fingerprint(m.NodeID))
+	expired := !r.Expires.IsZero() && r.Expires.Before(now)
 
-	return p.isAt(m) && (reinstalled || expired || changed(p.Volume, volume) || changed(p.Issuer, renewed.Issuer))
+	return r.isAt(m) && (reinstalled || expired || changed(r.Volume, volume) || changed(r.Issuer, renewed.Issuer))
 }
 
-func (p Pin) isAt(m machine.Machine) bool { return p.Address.IsValid() && p.Address == m.Endpoint }
+func (r Record) isAt(m machine.Machine) bool { return r.Address.IsValid() && r.Address == m.Endpoint }
 
-// locate returns the pin with the identity and the address of a machine that has the pinned certificate. The pin does not
-// change if the machine responds at another address and does not report the pinned identity.
-func (p Pin) locate(m machine.Machine) Pin {
+// locate returns the record with the identity and the address of a machine that has the recorded certificate. The record
+// does not change if the machine responds at another address and does not report the recorded identity.
+func (r Record) locate(m machine.Machine) Record {
 	nodeID, volume := Fingerprint(m.NodeID), Fingerprint(m.EphemeralID)
-	isSame := p.Volume != "" && p.Volume == volume || p.Volume == "" && (p.NodeID == "" || p.NodeID == nodeID)
+	isSame := r.Volume != "" && r.Volume == volume || r.Volume == "" && (r.NodeID == "" || r.NodeID == nodeID)
 
-	if isSame || p.isAt(m) {
-		p.NodeID, p.Volume, p.Address = cmp.Or(nodeID, p.NodeID), cmp.Or(volume, p.Volume), cmp.Or(m.Endpoint, p.Address)
+	if isSame || r.isAt(m) {
+		r.NodeID, r.Volume, r.Address = cmp.Or(nodeID, r.NodeID), cmp.Or(volume, r.Volume), cmp.Or(m.Endpoint, r.Address)
 	}
 
-	return p
+	return r
 }
 
-// describe describes the pin for people, and how the machine differs from it.
-func (p Pin) describe(m machine.Machine) string {
+// describe describes the record for people, and how the machine differs from it.
+func (r Record) describe(m machine.Machine) string {
 	switch {
-	case p.Credential == "":
+	case r.Credential == "":
 		return "none is recorded, and this one goes back to a bootstrap token that was used after the Node was created"
-	case p.Address.IsValid() && !p.isAt(m):
-		return fmt.Sprintf("%s, of the machine at %s; now a machine at %s responds", p.Credential, p.Address, m.Endpoint)
+	case r.Address.IsValid() && !r.isAt(m):
+		return fmt.Sprintf("%s, of the machine at %s; now a machine at %s responds", r.Credential, r.Address, m.Endpoint)
 	default:
-		return p.Credential
+		return r.Credential
 	}
 }
 
@@ -206,7 +211,7 @@ func (c Credentials) isLate(certificate ClientCertificate) bool {
 	return false
 }
 
-// checkCredential compares the credential with which the request was made with the pinned one. The kubelet's names are
+// checkCredential compares the credential with which the request was made with the recorded one. The kubelet's names are
 // not enough: a bootstrap token obtains a client certificate for any Node.
 func (r *review) checkCredential() {
 	id := CredentialID(r.request.csr)
@@ -215,27 +220,27 @@ func (r *review) checkCredential() {
 	}
 
 	certificate := r.Credentials.issuedAs(id)
-	pin := r.Credentials.Pin.Follow(r.Credentials.Issued)
+	record := r.Credentials.Record.Follow(r.Credentials.Issued)
 	isLate := r.Credentials.isLate(certificate)
 
 	switch {
-	case pin.Has(id):
-	case pin.lost(r.Machine, certificate, r.Now), pin.Credential == "" && !isLate:
-		pin = Pin{Credential: id}
+	case record.Has(id):
+	case record.lost(r.Machine, certificate, r.Now), record.Credential == "" && !isLate:
+		record = Record{Credential: id}
 	default:
 		r.unexpected = fmt.Sprintf("Client certificate %s, %s, is not the recorded one of Node %.80q: %s",
-			id, certificate.origin(r.request.csr.CreationTimestamp.Time), r.nodename, pin.describe(r.Machine))
+			id, certificate.origin(r.request.csr.CreationTimestamp.Time), r.nodename, record.describe(r.Machine))
 		if r.Policy.EnforceCredential {
-			r.postpone(CodeUnexpectedCredential, "%s", r.unexpected)
+			r.pending(CodeUnexpectedCredential, "%s", r.unexpected)
 		}
 
 		return
 	}
 
-	pin = pin.locate(r.Machine)
-	if pin.Credential == certificate.ID {
-		pin.Issuer, pin.Expires = certificate.Issuer, certificate.Expires
+	record = record.locate(r.Machine)
+	if record.Credential == certificate.ID {
+		record.Issuer, record.Expires = certificate.Issuer, certificate.Expires
 	}
 
-	r.pin = pin
+	r.record = record
 }

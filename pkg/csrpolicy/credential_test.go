@@ -44,90 +44,92 @@ func issued(name, requestedWith string, after time.Duration) csrpolicy.ClientCer
 	}
 }
 
-func TestReview_ComparesCredentialWithPin(t *testing.T) {
+func TestReview_ComparesCredentialWithRecord(t *testing.T) {
 	type certificates = []csrpolicy.ClientCertificate
 
 	machineID, volume := csrpolicy.Fingerprint("node-id"), csrpolicy.Fingerprint("volume")
 	address, elsewhere := netip.MustParseAddr("10.0.0.10"), netip.MustParseAddr("10.0.0.99")
-	seen := csrpolicy.Pin{Credential: id("a"), NodeID: machineID, Volume: volume, Address: address} // for an unknown certificate
-	pin := csrpolicy.Pin{Credential: id("a"), NodeID: machineID, Volume: volume, Issuer: "ca", Expires: now.Add(time.Hour), Address: address}
-	with := func(edit func(*csrpolicy.Pin)) csrpolicy.Pin { p := pin; edit(&p); return p } //nolint:nlreturn // one line
-	other := with(func(p *csrpolicy.Pin) { p.Credential = id("b") })
-	rotated := with(func(p *csrpolicy.Pin) { p.Credential, p.Previous = id("b"), id("a") })
-	moved := with(func(p *csrpolicy.Pin) { p.Volume, p.Address = "other", elsewhere })
+	seen := csrpolicy.Record{Credential: id("a"), NodeID: machineID, Volume: volume, Address: address} // for an unknown certificate
+	record := csrpolicy.Record{Credential: id("a"), NodeID: machineID, Volume: volume, Issuer: "ca", Expires: now.Add(time.Hour), Address: address}
+	with := func(edit func(*csrpolicy.Record)) csrpolicy.Record { r := record; edit(&r); return r } //nolint:nlreturn // one line
+	other := with(func(r *csrpolicy.Record) { r.Credential = id("b") })
+	rotated := with(func(r *csrpolicy.Record) { r.Credential, r.Previous = id("b"), id("a") })
+	moved := with(func(r *csrpolicy.Record) { r.Volume, r.Address = "other", elsewhere })
 	noVolume := func(e *csrpolicy.Evidence) { e.Machine.EphemeralID = "" }
 	token := certificates{issued("a", "", time.Hour)} // long after the Node was created
 
 	for name, test := range map[string]struct {
-		pin    csrpolicy.Pin
+		record csrpolicy.Record
 		issued certificates
 		edit   func(*csrpolicy.Evidence)
-		want   csrpolicy.Pin // none: unexpected
+		want   csrpolicy.Record // none: unexpected
 	}{
 		"first use":                             {want: seen},
-		"first registration":                    {issued: certificates{issued("a", "", -time.Second)}, want: pin},
-		"first registration with another clock": {issued: certificates{issued("a", "", 9*time.Second)}, want: pin},
-		"first registration, a rotation later":  {issued: certificates{issued("a", "b", time.Minute), issued("b", "", -time.Second)}, want: pin},
+		"first registration":                    {issued: certificates{issued("a", "", -time.Second)}, want: record},
+		"first registration with another clock": {issued: certificates{issued("a", "", 9*time.Second)}, want: record},
+		"first registration, a rotation later":  {issued: certificates{issued("a", "b", time.Minute), issued("b", "", -time.Second)}, want: record},
 		"bootstrap token for existing Node":     {issued: certificates{issued("a", "", time.Minute)}},
 		"bootstrap token for existing Node, two rotations later": {
 			issued: certificates{issued("a", "b", 3*time.Minute), issued("b", "c", 2*time.Minute), issued("c", "", time.Minute)},
 		},
 
-		"pinned":             {pin: pin, want: pin},
-		"previous":           {pin: rotated, want: rotated},
-		"pinned by operator": {pin: csrpolicy.Pin{Credential: id("a")}, want: seen},
-		"pinned by operator for a machine that has moved": {pin: csrpolicy.Pin{Credential: id("a"), Address: elsewhere}, want: seen},
-		"unknown origin":             {pin: other},
-		"rotation of the pinned one": {pin: other, issued: certificates{issued("a", "b", time.Hour)}, want: with(func(p *csrpolicy.Pin) { p.Previous = id("b") })},
-		"rotation of another one":    {pin: other, issued: certificates{issued("a", "c", time.Hour)}},
-		"bootstrap token":            {pin: other, issued: token},
+		"recorded":             {record: record, want: record},
+		"previous":             {record: rotated, want: rotated},
+		"recorded by operator": {record: csrpolicy.Record{Credential: id("a")}, want: seen},
+		"recorded by operator for a machine that has moved": {record: csrpolicy.Record{Credential: id("a"), Address: elsewhere}, want: seen},
+		"unknown origin":               {record: other},
+		"rotation of the recorded one": {record: other, issued: certificates{issued("a", "b", time.Hour)}, want: with(func(r *csrpolicy.Record) { r.Previous = id("b") })},
+		"rotation of another one":      {record: other, issued: certificates{issued("a", "c", time.Hour)}},
+		"bootstrap token":              {record: other, issued: token},
 
-		"wiped volume":                       {pin: with(func(p *csrpolicy.Pin) { p.Credential, p.Volume = id("b"), "other" }), issued: token, want: pin},
-		"other node ID on the same volume":   {pin: with(func(p *csrpolicy.Pin) { p.Credential, p.NodeID = id("b"), "other" })},
-		"other node ID without known volume": {pin: with(func(p *csrpolicy.Pin) { p.Credential, p.NodeID, p.Volume = id("b"), "other", "" }), want: seen},
-		"machine reports no volume":          {pin: other, edit: noVolume},
+		"wiped volume":                       {record: with(func(r *csrpolicy.Record) { r.Credential, r.Volume = id("b"), "other" }), issued: token, want: record},
+		"other node ID on the same volume":   {record: with(func(r *csrpolicy.Record) { r.Credential, r.NodeID = id("b"), "other" })},
+		"other node ID without known volume": {record: with(func(r *csrpolicy.Record) { r.Credential, r.NodeID, r.Volume = id("b"), "other", "" }), want: seen},
+		"machine reports no volume":          {record: other, edit: noVolume},
 		"machine reports no node ID": {
-			pin: with(func(p *csrpolicy.Pin) { p.Credential, p.Volume = id("b"), "" }), edit: func(e *csrpolicy.Evidence) { e.Machine.NodeID = "" },
+			record: with(func(r *csrpolicy.Record) { r.Credential, r.Volume = id("b"), "" }), edit: func(e *csrpolicy.Evidence) { e.Machine.NodeID = "" },
 		},
-		"replaced CA":                 {pin: with(func(p *csrpolicy.Pin) { p.Credential, p.Issuer = id("b"), "old" }), issued: token, want: pin},
-		"replaced CA, unknown origin": {pin: with(func(p *csrpolicy.Pin) { p.Credential, p.Issuer = id("b"), "old" })},
-		"expired":                     {pin: with(func(p *csrpolicy.Pin) { p.Credential, p.Expires = id("b"), now.Add(-time.Second) }), want: seen},
+		"replaced CA":                 {record: with(func(r *csrpolicy.Record) { r.Credential, r.Issuer = id("b"), "old" }), issued: token, want: record},
+		"replaced CA, unknown origin": {record: with(func(r *csrpolicy.Record) { r.Credential, r.Issuer = id("b"), "old" })},
+		"expired":                     {record: with(func(r *csrpolicy.Record) { r.Credential, r.Expires = id("b"), now.Add(-time.Second) }), want: seen},
 
-		"pinned, moved":                        {pin: with(func(p *csrpolicy.Pin) { p.Address = elsewhere }), want: pin},
-		"pinned, moved, without known volume":  {pin: with(func(p *csrpolicy.Pin) { p.Address, p.Volume = elsewhere, "" }), want: pin},
-		"pinned, recorded without an address":  {pin: with(func(p *csrpolicy.Pin) { p.Address = netip.Addr{} }), want: pin},
-		"pinned, other volume":                 {pin: with(func(p *csrpolicy.Pin) { p.Volume = "other" }), want: pin},
-		"pinned, moved to another volume":      {pin: moved, want: moved},
-		"pinned, moved, machine has no volume": {pin: with(func(p *csrpolicy.Pin) { p.Address = elsewhere }), edit: noVolume, want: with(func(p *csrpolicy.Pin) { p.Address = elsewhere })},
-		"wiped volume of a machine elsewhere":  {pin: with(func(p *csrpolicy.Pin) { *p = moved; p.Credential = id("b") }), issued: token},
+		"recorded, moved":                        {record: with(func(r *csrpolicy.Record) { r.Address = elsewhere }), want: record},
+		"recorded, moved, without known volume":  {record: with(func(r *csrpolicy.Record) { r.Address, r.Volume = elsewhere, "" }), want: record},
+		"recorded without an address":            {record: with(func(r *csrpolicy.Record) { r.Address = netip.Addr{} }), want: record},
+		"recorded, other volume":                 {record: with(func(r *csrpolicy.Record) { r.Volume = "other" }), want: record},
+		"recorded, moved to another volume":      {record: moved, want: moved},
+		"recorded, moved, machine has no volume": {record: with(func(r *csrpolicy.Record) { r.Address = elsewhere }), edit: noVolume, want: with(func(r *csrpolicy.Record) { r.Address = elsewhere })},
+		"wiped volume of a machine elsewhere":    {record: with(func(r *csrpolicy.Record) { *r = moved; r.Credential = id("b") }), issued: token},
 		"wiped volume, recorded without an address": {
-			pin: with(func(p *csrpolicy.Pin) { *p = moved; p.Credential, p.Address = id("b"), netip.Addr{} }), issued: token,
+			record: with(func(r *csrpolicy.Record) { *r = moved; r.Credential, r.Address = id("b"), netip.Addr{} }), issued: token,
 		},
-		"replaced CA, elsewhere": {pin: with(func(p *csrpolicy.Pin) { p.Credential, p.Issuer, p.Address = id("b"), "old", elsewhere }), issued: token},
-		"expired, elsewhere":     {pin: with(func(p *csrpolicy.Pin) { p.Credential, p.Expires, p.Address = id("b"), now.Add(-time.Second), elsewhere })},
+		"replaced CA, elsewhere": {record: with(func(r *csrpolicy.Record) { r.Credential, r.Issuer, r.Address = id("b"), "old", elsewhere }), issued: token},
+		"expired, elsewhere": {record: with(func(r *csrpolicy.Record) {
+			r.Credential, r.Expires, r.Address = id("b"), now.Add(-time.Second), elsewhere
+		})},
 		"machine without an address of its Node": {
-			pin: pin, edit: func(e *csrpolicy.Evidence) { e.Machine.Endpoint = netip.Addr{} }, want: pin,
+			record: record, edit: func(e *csrpolicy.Evidence) { e.Machine.Endpoint = netip.Addr{} }, want: record,
 		},
 	} {
 		for _, enforce := range []bool{false, true} {
 			s := asks("worker-1").with("a")
 			s.evidence.Machine.NodeID, s.evidence.Machine.EphemeralID, s.evidence.Machine.Endpoint = "node-id", "volume", address
-			s.evidence.Credentials = csrpolicy.Credentials{Pin: test.pin, Issued: test.issued, NodeCreated: created}
+			s.evidence.Credentials = csrpolicy.Credentials{Record: test.record, Issued: test.issued, NodeCreated: created}
 			s.evidence.Policy.EnforceCredential = enforce
 
 			if test.edit != nil {
 				test.edit(&s.evidence)
 			}
 
-			unexpected, decision, want := test.want == csrpolicy.Pin{}, csrpolicy.Approve, csrpolicy.CodeVerified
+			unexpected, decision, want := test.want == csrpolicy.Record{}, csrpolicy.Approved, csrpolicy.CodeVerified
 			if unexpected && enforce {
-				decision, want = csrpolicy.Defer, csrpolicy.CodeUnexpectedCredential
+				decision, want = csrpolicy.Pending, csrpolicy.CodeUnexpectedCredential
 			}
 
 			verdict := s.review(t)
 			assert.Equal(t, decision, verdict.Decision, "%s, enforce %t", name, enforce)
 			assert.Equal(t, want, codes(verdict), "%s, enforce %t", name, enforce)
-			assert.Equal(t, test.want, verdict.Pin, name)
+			assert.Equal(t, test.want, verdict.Record, name)
 			assert.Equal(t, unexpected, verdict.Unexpected != "", name)
 		}
 	}
@@ -136,36 +138,36 @@ func TestReview_ComparesCredentialWithPin(t *testing.T) {
 // The description tells the kubelet's request from an attacker's.
 func TestReview_DescribesUnexpectedCredential(t *testing.T) {
 	address := netip.MustParseAddr("10.0.0.10")
-	pin := csrpolicy.Pin{Credential: "c0ffee", Expires: now.Add(time.Hour), Address: address}
+	record := csrpolicy.Record{Credential: "c0ffee", Expires: now.Add(time.Hour), Address: address}
 	token := issued("a", "", time.Hour)
 	token.Serial = "5F"
 
 	for name, test := range map[string]struct {
-		pin      csrpolicy.Pin
+		record   csrpolicy.Record
 		issued   []csrpolicy.ClientCertificate
 		endpoint netip.Addr
 		want     string
 	}{
 		"bootstrap token": {
-			pin,
+			record,
 			[]csrpolicy.ClientCertificate{token},
 			address,
 			"serial number 5F, requested with a bootstrap token at " + created.Add(time.Hour).Format(time.RFC3339) +
 				`, is not the recorded one of Node "worker-1": c0ffee`,
 		},
 		"rotation of another one": {
-			csrpolicy.Pin{Credential: "c0ffee"},
+			csrpolicy.Record{Credential: "c0ffee"},
 			[]csrpolicy.ClientCertificate{issued("a", "x", time.Hour)},
 			address,
 			"serial number , requested with " + id("x") + " at " + created.Add(time.Hour).Format(time.RFC3339) + `, is not the recorded one of Node "worker-1": c0ffee`,
 		},
 		"machine elsewhere": {
-			csrpolicy.Pin{Credential: "c0ffee", Address: address},
+			csrpolicy.Record{Credential: "c0ffee", Address: address},
 			nil, netip.MustParseAddr("10.0.0.99"),
 			"of unknown origin, first seen at " + now.Format(time.RFC3339) + `, is not the recorded one of Node "worker-1": c0ffee, of the machine at 10.0.0.10; now a machine at 10.0.0.99 responds`,
 		},
 		"no record": {
-			csrpolicy.Pin{},
+			csrpolicy.Record{},
 			[]csrpolicy.ClientCertificate{token},
 			address,
 			"serial number 5F, requested with a bootstrap token at " + created.Add(time.Hour).Format(time.RFC3339) +
@@ -175,13 +177,13 @@ func TestReview_DescribesUnexpectedCredential(t *testing.T) {
 		s := asks("worker-1").with("a")
 		s.csr.CreationTimestamp = metav1.NewTime(now)
 		s.evidence.Machine.Endpoint = test.endpoint
-		s.evidence.Credentials = csrpolicy.Credentials{Pin: test.pin, Issued: test.issued, NodeCreated: created}
+		s.evidence.Credentials = csrpolicy.Credentials{Record: test.record, Issued: test.issued, NodeCreated: created}
 		assert.Equal(t, "Client certificate "+id("a")+", "+test.want, s.review(t).Unexpected, name)
 	}
 }
 
-// A credential is neither pinned nor reported without evidence.
-func TestReview_PinsNoCredentialWithoutEvidence(t *testing.T) {
+// A credential is neither recorded nor reported without evidence.
+func TestReview_RecordsNoCredentialWithoutEvidence(t *testing.T) {
 	for name, edit := range map[string]func(*scene){
 		"no machine":        func(s *scene) { s.evidence.MachineState = csrpolicy.MachineUnreachable },
 		"no Node":           func(s *scene) { s.evidence.Node = csrpolicy.NodeUnknown },
@@ -193,7 +195,7 @@ func TestReview_PinsNoCredentialWithoutEvidence(t *testing.T) {
 		edit(s)
 
 		verdict := s.review(t)
-		assert.Empty(t, verdict.Pin, name)
+		assert.Empty(t, verdict.Record, name)
 		assert.Empty(t, verdict.Unexpected, name)
 		assert.NotContains(t, codes(verdict), csrpolicy.CodeUnexpectedCredential, name)
 	}
@@ -215,7 +217,7 @@ func TestCredentialID_AcceptsOneCertificateHash(t *testing.T) {
 	}
 }
 
-func TestPin_FollowsRotations(t *testing.T) {
+func TestRecord_FollowsRotations(t *testing.T) {
 	chain := []csrpolicy.ClientCertificate{issued("d", "c", 3), issued("c", "b", 2), issued("b", "a", 1), issued("x", "", 4), issued("y", "x", 5)}
 	unstored := []csrpolicy.ClientCertificate{issued("b", "a", 1), issued("c", "a", 2)}
 
@@ -231,7 +233,7 @@ func TestPin_FollowsRotations(t *testing.T) {
 		"certificate that was not stored": {credential: "a", issued: unstored, want: "c", wantPrevious: "a"},
 		"another chain":                   {credential: "e", issued: chain, want: "e"},
 	} {
-		got := csrpolicy.Pin{Credential: id(test.credential), Previous: id(test.previous)}.Follow(test.issued)
+		got := csrpolicy.Record{Credential: id(test.credential), Previous: id(test.previous)}.Follow(test.issued)
 		assert.Equal(t, id(test.want), got.Credential, name)
 		assert.Equal(t, id(test.wantPrevious), got.Previous, name)
 		assert.Equal(t, got, got.Follow(test.issued), "%s, again", name)

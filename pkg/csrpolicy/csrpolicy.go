@@ -20,40 +20,39 @@ package csrpolicy
 
 import (
 	"net/netip"
-	"slices"
 	"time"
 
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
 )
 
-// Decision is the result of a review or of one check. The zero value is Ignore.
+// Decision is the result of a review or of one check. The zero value is Ignored.
 type Decision int
 
 // Decisions in ascending order of weight: of several reasons the one with the highest weight decides.
 const (
-	// Ignore means that the request does not concern us or is already decided. It must not be written.
-	Ignore Decision = iota
-	// Approve means that all names and addresses belong to the machine.
-	Approve
-	// Defer means that the request stays pending, because other evidence can change the decision.
-	Defer
-	// Deny means that the request is rejected permanently; the kubelet must send a new one.
-	Deny
+	// Ignored means that the request does not concern us or is already decided. It must not be written.
+	Ignored Decision = iota
+	// Approved means that all names and addresses belong to the machine.
+	Approved
+	// Pending means that the request is not decided, because other evidence can change the decision.
+	Pending
+	// Denied means that the request is rejected permanently; the kubelet must send a new one.
+	Denied
 )
 
-// String returns the decision's name as in Events and metrics.
+// String returns the decision as in metrics.
 func (d Decision) String() string { return [...]string{"Ignore", "Approve", "Defer", "Deny"}[d] }
 
 // Verdict is the result of a review.
 type Verdict struct {
 	Decision Decision
-	// Reasons are all reasons in descending order of weight, at least one. Ignore and Approve have exactly one.
+	// Reasons are all reasons in descending order of weight, at least one. Ignored and Approved have exactly one.
 	Reasons []Reason
-	// Unexpected is a sentence about the requester's credential if it is not the pinned one; empty if it is expected.
+	// Unexpected is a sentence about the requester's credential if it is not the recorded one; empty if it is expected.
 	// With Policy.EnforceCredential it is also a reason.
 	Unexpected string
-	// Pin is to be recorded before the request is approved. The zero value means that there is none.
-	Pin Pin
+	// Record is to be written before the request is approved. The zero value means that there is none.
+	Record Record
 }
 
 // Reason is one reason for a verdict.
@@ -66,74 +65,23 @@ type Reason struct {
 	Message string
 }
 
-// Codes of reasons to ignore a request.
-const (
-	CodeOtherSigner   = "OtherSigner"    // not kubernetes.io/kubelet-serving
-	CodeDecided       = "AlreadyDecided" // approved, denied, failed or issued
-	CodeNodeUnmanaged = "NodeNotManaged" // the Node does not run Talos or is not selected by the configuration
-	CodeExpired       = "Abandoned"      // no kubelet waits for it any longer
-)
-
-// CodeVerified is the code of the only reason to approve a request.
-const CodeVerified = "IdentityVerified"
-
-// Codes of reasons to defer a request.
-const (
-	CodeNodeUnknown         = "NodeUnknown"
-	CodeNodeDeleting        = "NodeBeingDeleted"
-	CodeMachineUnknown      = "MachineUnknown"
-	CodeMachineUnreachable  = "MachineUnreachable"
-	CodeMachineMismatch     = "IdentityMismatch"
-	CodeClusterUnknown      = "ClusterIdentityIncomplete"
-	CodeControlPlaneUnclear = "ControlPlaneUnconfirmed" // the API server's, and Node and machine do not both have the control-plane role
-	CodeUnknownName         = "UnknownDNSName"          // not reported by the machine
-	CodeUnknownAddress      = "UnknownIPAddress"        // not reported by the machine
-	CodeExcludedAddress     = "ExcludedIPAddress"       // reported by the machine, and excluded from its node IPs
-	CodeVirtualAddress      = "VirtualIPAddress"        // on a link for addresses that several machines share, and not the node IP
-	CodeOwnedByOthers       = "OwnedByOtherMachine"
-
-	CodeUnexpectedCredential = "UnexpectedCredential" // the requester's client certificate is not the pinned one
-)
-
-// Codes of reasons to deny a request. ClusterDNSName and ClusterIPAddress can also be reasons to defer a request.
-const (
-	CodeNoNode         = "RequesterNotNode"
-	CodeGroups         = "InvalidGroups"
-	CodeUsages         = "InvalidUsages"
-	CodeExpiration     = "InvalidExpiration"
-	CodeTooLarge       = "RequestTooLarge"
-	CodeMalformed      = "MalformedRequest"
-	CodeSubject        = "InvalidSubject"
-	CodeKey            = "WeakKey"
-	CodeSignature      = "BadSignature"
-	CodeExtension      = "ForbiddenExtension" // an attribute or extension other than subjectAltName
-	CodeNoSANs         = "NoSANs"
-	CodeTooManySANs    = "TooManySANs"
-	CodeForbiddenSAN   = "ForbiddenSANType" // neither a DNS name nor an IP address
-	CodeWildcard       = "Wildcard"
-	CodeInvalidName    = "InvalidDNSName"
-	CodeAddressAsName  = "IPAddressAsDNSName"
-	CodeClusterName    = "ClusterDNSName"
-	CodeSpecialAddress = "SpecialIPAddress" // loopback, link-local, multicast, unspecified, broadcast
-	CodeClusterAddress = "ClusterIPAddress"
-	CodeNotOwned       = "NotOwned" // the machine does not own it and the Node does not list it, so the request is outdated or hostile
-)
-
-var denyCodes = []string{
+// deniedCodes are the codes of requests that are denied.
+var deniedCodes = []string{
 	CodeNoNode, CodeGroups, CodeUsages, CodeExpiration, CodeTooLarge, CodeMalformed, CodeSubject, CodeKey, CodeSignature,
 	CodeExtension, CodeNoSANs, CodeTooManySANs, CodeForbiddenSAN, CodeWildcard, CodeInvalidName, CodeAddressAsName,
 	CodeClusterName, CodeSpecialAddress, CodeClusterAddress, CodeNotOwned,
 }
 
-// Codes are the codes of the reasons for each decision but Ignore. A reason to deny defers while the Node is unknown.
+// Codes are the codes of the reasons for each decision but Ignored. A request that would be denied is pending while its
+// Node is unknown.
 var Codes = map[Decision][]string{
-	Approve: {CodeVerified},
-	Defer: append([]string{
+	Approved: {CodeVerified},
+	Pending: append([]string{
 		CodeNodeUnknown, CodeNodeDeleting, CodeMachineUnknown, CodeMachineUnreachable, CodeMachineMismatch, CodeClusterUnknown,
 		CodeControlPlaneUnclear, CodeUnknownName, CodeUnknownAddress, CodeExcludedAddress, CodeVirtualAddress, CodeOwnedByOthers,
 		CodeUnexpectedCredential,
-	}, denyCodes...),
-	Deny: denyCodes,
+	}, deniedCodes...),
+	Denied: deniedCodes,
 }
 
 // Evidence describes the requesting machine and the cluster. The zero value approves nothing.
@@ -197,66 +145,6 @@ const (
 	MachineCurrent
 )
 
-// ClusterIdentity holds the names and addresses of the cluster. No worker may get a certificate for them.
-type ClusterIdentity struct {
-	// Known is true once enough sources have been read to know the domains, the API server and a ServiceCIDR. Nothing is
-	// approved before.
-	Known bool
-	// Domains are the domains of cluster DNS, such as "cluster.local".
-	Domains []string
-	// APIServerPorts are the TCP ports at which the API servers listen.
-	APIServerPorts []int32
-	// Stated are the subjects that the API server states: in its serving certificate, its Service, its endpoints and the
-	// ServiceCIDRs. Review denies a request of any machine for an address of a Service. It denies a worker's request for
-	// a name or address of the API server, but defers it if the worker reports the address.
-	Stated ClusterSubjects
-	// Reported are the subjects that other sources report. Review defers a request of any machine for an address of a
-	// Service or pod, and a worker's request for a name or address of the API server. It does not deny them, because the
-	// source can be wrong.
-	Reported []Report
-}
-
-// ClusterSubjects are names and addresses of a cluster. Prefixes of IPv4 are not IPv4-mapped.
-type ClusterSubjects struct {
-	// APIServerNames and APIServerIPs identify the API server to clients. Talos adds the names and addresses of each
-	// control-plane machine to the API server's certificate. The control-plane machine may have a certificate for them.
-	APIServerNames []string
-	APIServerIPs   []netip.Addr
-	ServiceCIDRs   []netip.Prefix
-	// PodCIDRs are the cluster's, without pod CIDRs allocated from machines' own subnets.
-	PodCIDRs []netip.Prefix
-	// VIPs are addresses of Services, and virtual addresses that move between machines.
-	VIPs []netip.Addr
-}
-
-// Report contains the subjects that one source reports.
-type Report struct {
-	// Source is a noun for messages, such as `machine "cp-1"`.
-	Source string
-	ClusterSubjects
-}
-
-// apiServer is the source of ClusterIdentity.Stated.
-const apiServer = "the API server"
-
-// reservedCIDR returns the CIDR of Services or pods that contains ip, or the virtual address ip as a CIDR. It returns an
-// empty string for other addresses. The address must be unmapped.
-func (s ClusterSubjects) reservedCIDR(ip netip.Addr) string {
-	cidrs := slices.Concat(s.ServiceCIDRs, s.PodCIDRs)
-
-	for _, vip := range s.VIPs {
-		cidrs = append(cidrs, netip.PrefixFrom(vip.Unmap(), vip.Unmap().BitLen()))
-	}
-
-	for _, cidr := range cidrs {
-		if cidr.Contains(ip) {
-			return cidr.String()
-		}
-	}
-
-	return ""
-}
-
 const (
 	// MinExpiration is the shortest lifetime that may be requested. The API server accepts no shorter one
 	// (certificates.k8s.io/v1, expirationSeconds).
@@ -278,6 +166,6 @@ type Policy struct {
 	PendingNames []string
 	// PodCIDRs are ranges from which pod CIDRs are allocated. A request for an address in one stays pending.
 	PodCIDRs []netip.Prefix
-	// EnforceCredential defers requests that were made with an unexpected client certificate.
+	// EnforceCredential keeps requests pending that were made with an unexpected client certificate.
 	EnforceCredential bool
 }

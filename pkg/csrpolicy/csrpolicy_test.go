@@ -43,13 +43,13 @@ func TestReview_ApprovesRequestsEncodedByKubeletCode(t *testing.T) {
 			s.csr.Spec.Usages = certificate.DefaultKubeletServingGetUsages(key(kind))
 		}
 
-		verdict := s.judge(t)
-		assert.Equal(t, csrpolicy.Approve, verdict.Decision, kind)
+		verdict := s.verdict(t)
+		assert.Equal(t, csrpolicy.Approved, verdict.Decision, kind)
 		assert.Equal(t, csrpolicy.CodeVerified, codes(verdict), kind)
 	}
 }
 
-func TestReview_DefersWithoutEvidence(t *testing.T) {
+func TestReview_KeepsRequestPendingWithoutEvidence(t *testing.T) {
 	s := asks("worker-1")
 	s.review(t)
 
@@ -59,13 +59,13 @@ func TestReview_DefersWithoutEvidence(t *testing.T) {
 		"node":    {Machine: machineOf("worker-1"), Node: csrpolicy.NodeWorker},
 		"cluster": {Machine: machineOf("worker-1"), Node: csrpolicy.NodeWorker, MachineState: csrpolicy.MachineCurrent},
 	} {
-		assert.Equal(t, csrpolicy.Defer, csrpolicy.Review(csrpolicy.Parse(&s.csr), e).Decision, name)
+		assert.Equal(t, csrpolicy.Pending, csrpolicy.Review(csrpolicy.Parse(&s.csr), e).Decision, name)
 	}
 }
 
 func TestReview_IgnoresEmptyRequest(t *testing.T) {
 	verdict := csrpolicy.Review(csrpolicy.Parse(&certificatesv1.CertificateSigningRequest{}), asks("worker-1").evidence)
-	assert.Equal(t, csrpolicy.Ignore, verdict.Decision)
+	assert.Equal(t, csrpolicy.Ignored, verdict.Decision)
 	assert.Equal(t, csrpolicy.Verdict{}.Decision, verdict.Decision, "the zero value")
 }
 
@@ -158,7 +158,7 @@ func (s *scene) checkAllowed(t *testing.T, err error, problem string) {
 	t.Helper()
 
 	verdict := s.review(t)
-	assert.Equal(t, problem != "", verdict.Decision == csrpolicy.Deny, "%q: %+v", problem, verdict)
+	assert.Equal(t, problem != "", verdict.Decision == csrpolicy.Denied, "%q: %+v", problem, verdict)
 	assert.Contains(t, verdict.Reasons[0].Message, problem)
 
 	if problem == "" {

@@ -26,7 +26,7 @@ func TestReview_ApprovesModifiedSignedRequestOnlyIfTrue(t *testing.T) {
 
 	check := func(info []byte) {
 		s.csr.Spec.Request = inPEM(s.pkcs10.sign(info))
-		if s.judge(t).Decision == csrpolicy.Approve {
+		if s.verdict(t).Decision == csrpolicy.Approved {
 			approved++
 		}
 	}
@@ -62,10 +62,10 @@ func TestReview_ApprovesNoModifiedByte(t *testing.T) {
 
 			s.csr.Spec.Request = slices.Clone(genuine)
 			s.csr.Spec.Request[i] = b
-			decision := s.judge(t).Decision
+			decision := s.verdict(t).Decision
 
 			if i < len(genuine)-1 { // the last byte is white space
-				assert.NotEqual(t, csrpolicy.Approve, decision, "%q at %d", b, i)
+				assert.NotEqual(t, csrpolicy.Approved, decision, "%q at %d", b, i)
 			}
 		}
 	}
@@ -92,7 +92,7 @@ func TestReview_ChecksEachFieldOfSpec(t *testing.T) {
 			}
 
 			got := csrpolicy.Review(csrpolicy.Parse(changed), s.evidence).Decision
-			assert.Equal(t, slices.Contains(free, name), got == csrpolicy.Approve, "%s = %.200v", name, field)
+			assert.Equal(t, slices.Contains(free, name), got == csrpolicy.Approved, "%s = %.200v", name, field)
 		}
 	}
 }
@@ -203,7 +203,7 @@ func FuzzReview(f *testing.F) {
 		}
 
 		before := s.csr.DeepCopy()
-		s.judge(t)
+		s.verdict(t)
 
 		request := csrpolicy.Parse(&s.csr)
 		assert.Equal(t, csrpolicy.Review(request, s.evidence), csrpolicy.Review(request, s.evidence), "not deterministic")
@@ -219,7 +219,7 @@ func BenchmarkReview(b *testing.B) {
 
 		b.Run(fmt.Sprintf("subjects=%d", len(s.pkcs10.sans)), func(b *testing.B) {
 			for b.Loop() {
-				require.Equal(b, csrpolicy.Approve, csrpolicy.Review(csrpolicy.Parse(&s.csr), s.evidence).Decision)
+				require.Equal(b, csrpolicy.Approved, csrpolicy.Review(csrpolicy.Parse(&s.csr), s.evidence).Decision)
 			}
 		})
 	}

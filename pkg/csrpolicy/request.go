@@ -2,6 +2,7 @@ package csrpolicy
 
 import (
 	"bytes"
+	"cmp"
 	"crypto/ecdsa"
 	"crypto/ed25519"
 	"crypto/elliptic"
@@ -14,11 +15,26 @@ import (
 	"fmt"
 	"net/netip"
 	"slices"
-	"strings"
+	"time"
 
 	certificatesv1 "k8s.io/api/certificates/v1"
 
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
+)
+
+// Codes of reasons to deny a request that is malformed or breaks a rule of the signer.
+const (
+	CodeTooLarge     = "RequestTooLarge"
+	CodeMalformed    = "MalformedRequest"
+	CodeSubject      = "InvalidSubject"
+	CodeKey          = "WeakKey"
+	CodeSignature    = "BadSignature"
+	CodeExtension    = "ForbiddenExtension" // an attribute or extension other than subjectAltName
+	CodeNoSANs       = "NoSANs"
+	CodeTooManySANs  = "TooManySANs"
+	CodeForbiddenSAN = "ForbiddenSANType" // neither a DNS name nor an IP address
+	CodeUsages       = "InvalidUsages"
+	CodeExpiration   = "InvalidExpiration"
 )
 
 // Limits of a request, besides machine.MaxSubjects. A kubelet's request is smaller than a kilobyte, or 25 for 1,000
@@ -28,6 +44,13 @@ const (
 	minRSABits  = 2048
 	maxRSABits  = 8192
 	minExponent = 65537
+)
+
+// Usages of a kubelet-serving certificate, sorted (DefaultKubeletServingGetUsages in
+// k8s.io/client-go/util/certificate).
+var (
+	usagesOfAny = []certificatesv1.KeyUsage{certificatesv1.UsageDigitalSignature, certificatesv1.UsageServerAuth}
+	usagesOfRSA = []certificatesv1.KeyUsage{certificatesv1.UsageDigitalSignature, certificatesv1.UsageKeyEncipherment, certificatesv1.UsageServerAuth}
 )
 
 // pemType is the only type that the signer accepts (k8s.io/kubernetes/pkg/apis/certificates.ParseCSR).
@@ -45,16 +68,6 @@ var (
 	oidSubjectAltName   = asn1.ObjectIdentifier{2, 5, 29, 17}
 	oidExtensionRequest = asn1.ObjectIdentifier{1, 2, 840, 113549, 1, 9, 14}
 )
-
-// Nodename returns the name of the requester's Node; false if the requester is not a kubelet.
-func Nodename(csr *certificatesv1.CertificateSigningRequest) (string, bool) {
-	name, ok := strings.CutPrefix(csr.Spec.Username, "system:node:")
-	if !ok || name != machine.CanonicalName(name) || !machine.ValidName(name) {
-		return "", false
-	}
-
-	return name, true
-}
 
 // Request is a CertificateSigningRequest with its parsed PKCS#10 request. Use Parse.
 type Request struct {
@@ -109,14 +122,14 @@ func Parse(csr *certificatesv1.CertificateSigningRequest) *Request {
 	r, raw := &Request{csr: csr}, csr.Spec.Request
 
 	if len(raw) > maxRequest {
-		r.deny(CodeTooLarge, "Request has %d bytes; the limit is %d", len(raw), maxRequest)
+		r.denied(CodeTooLarge, "Request has %d bytes; the limit is %d", len(raw), maxRequest)
 
 		return r
 	}
 
 	parsed, attributes, err := decode(raw)
 	if err != nil {
-		r.deny(CodeMalformed, "Request is malformed: %v", err)
+		r.denied(CodeMalformed, "Request is malformed: %v", err)
 
 		return r
 	}
@@ -124,7 +137,7 @@ func Parse(csr *certificatesv1.CertificateSigningRequest) *Request {
 	r.x509 = parsed
 
 	if r.subject = parseSubject(parsed.RawSubject); r.subject == nil {
-		r.deny(CodeSubject, "Subject must consist of one common name and one organization")
+		r.denied(CodeSubject, "Subject must consist of one common name and one organization")
 	}
 
 	r.parseSANs(attributes)
@@ -215,7 +228,7 @@ func parseSubject(der []byte) *subject {
 // whether that is critical does not matter, because the signer writes its own.
 func (r *Request) parseSANs(attributes asn1.RawValue) {
 	if len(attributes.Bytes) == 0 {
-		r.deny(CodeNoSANs, "Request contains neither a DNS name nor an IP address")
+		r.denied(CodeNoSANs, "Request contains neither a DNS name nor an IP address")
 
 		return
 	}
@@ -224,7 +237,7 @@ func (r *Request) parseSANs(attributes asn1.RawValue) {
 
 	only, err := asn1.MarshalWithParams([]extensionRequest{{oidExtensionRequest, [][]pkix.Extension{extensions}}}, "tag:0")
 	if err != nil || !bytes.Equal(only, attributes.FullBytes) || len(extensions) != 1 || !extensions[0].Id.Equal(oidSubjectAltName) {
-		r.deny(CodeExtension, "Request contains attributes or extensions other than one subjectAltName")
+		r.denied(CodeExtension, "Request contains attributes or extensions other than one subjectAltName")
 
 		return
 	}
@@ -233,11 +246,11 @@ func (r *Request) parseSANs(attributes asn1.RawValue) {
 
 	switch {
 	case !ok:
-		r.deny(CodeExtension, "Request contains data after the subjectAltName")
+		r.denied(CodeExtension, "Request contains data after the subjectAltName")
 	case len(sans) == 0:
-		r.deny(CodeNoSANs, "Request contains neither a DNS name nor an IP address")
+		r.denied(CodeNoSANs, "Request contains neither a DNS name nor an IP address")
 	case len(sans) > machine.MaxSubjects:
-		r.deny(CodeTooManySANs, "Request contains %d subject alternative names; the limit is %d", len(sans), machine.MaxSubjects)
+		r.denied(CodeTooManySANs, "Request contains %d subject alternative names; the limit is %d", len(sans), machine.MaxSubjects)
 	default:
 		r.readSANs(sans)
 	}
@@ -253,7 +266,7 @@ func (r *Request) readSANs(sans []asn1.RawValue) {
 		case tag == tagIPAddress && isIP:
 			r.ips = append(r.ips, ip.Unmap())
 		default:
-			r.deny(CodeForbiddenSAN, "Request contains a subject alternative name that is neither a DNS name nor an IP address (GeneralName tag %d)", san.Tag)
+			r.denied(CodeForbiddenSAN, "Request contains a subject alternative name that is neither a DNS name nor an IP address (GeneralName tag %d)", san.Tag)
 		}
 	}
 
@@ -266,7 +279,7 @@ func (r *Request) readSANs(sans []asn1.RawValue) {
 // checkKey verifies the signature only if the key is acceptable: verification with any other can take long.
 func (r *Request) checkKey() {
 	if problem := keyProblem(r.x509.PublicKey); problem != "" {
-		r.deny(CodeKey, "Key %s", problem)
+		r.denied(CodeKey, "Key %s", problem)
 
 		return
 	}
@@ -275,10 +288,10 @@ func (r *Request) checkKey() {
 	case x509.SHA256WithRSA, x509.SHA384WithRSA, x509.SHA512WithRSA, x509.SHA256WithRSAPSS, x509.SHA384WithRSAPSS, x509.SHA512WithRSAPSS,
 		x509.ECDSAWithSHA256, x509.ECDSAWithSHA384, x509.ECDSAWithSHA512, x509.PureEd25519:
 		if err := r.x509.CheckSignature(); err != nil {
-			r.deny(CodeSignature, "Signature does not match the request and its key: %.200q", err)
+			r.denied(CodeSignature, "Signature does not match the request and its key: %.200q", err)
 		}
 	default:
-		r.deny(CodeSignature, "Signature algorithm %s is not allowed", r.x509.SignatureAlgorithm)
+		r.denied(CodeSignature, "Signature algorithm %s is not allowed", r.x509.SignatureAlgorithm)
 	}
 }
 
@@ -303,4 +316,34 @@ func keyProblem(key any) string {
 	}
 
 	return ""
+}
+
+// checkTerms checks the usages, the lifetime and the subject.
+func (r *review) checkTerms() {
+	request, spec := r.request, r.request.csr.Spec
+	usages := slices.Sorted(slices.Values(spec.Usages))
+	mayBeRSA := request.x509 == nil // one reason is enough for a malformed request
+
+	if !mayBeRSA {
+		_, mayBeRSA = request.x509.PublicKey.(*rsa.PublicKey)
+	}
+
+	if !slices.Equal(usages, usagesOfAny) && !(mayBeRSA && slices.Equal(usages, usagesOfRSA)) {
+		r.denied(CodeUsages, "Usages must be digital signature and server auth; RSA keys may add key encipherment")
+	}
+
+	if spec.ExpirationSeconds != nil {
+		lifetime, longest := time.Duration(*spec.ExpirationSeconds)*time.Second, cmp.Or(r.Policy.MaxExpiration, DefaultMaxExpiration)
+		if lifetime < MinExpiration || lifetime > longest {
+			r.denied(CodeExpiration, "Lifetime %s is not between %s and %s", lifetime, MinExpiration, longest)
+		}
+	}
+
+	if s := request.subject; s != nil && s.commonName != spec.Username {
+		r.denied(CodeSubject, "Common name %.80q is not the user %.80q", s.commonName, spec.Username)
+	}
+
+	if s := request.subject; s != nil && s.organization != groupNodes {
+		r.denied(CodeSubject, "Organization %.80q is not %s", s.organization, groupNodes)
+	}
 }

@@ -137,18 +137,18 @@ func asks(name string) *scene {
 	return s
 }
 
-// review encodes the request and judges it.
+// review encodes the request and returns the verdict on it.
 func (s *scene) review(t testing.TB) csrpolicy.Verdict {
 	t.Helper()
 
 	s.csr.Spec.Request = s.pkcs10.encode()
 
-	return s.judge(t)
+	return s.verdict(t)
 }
 
-// judge looks up the owners of the request's names and addresses as the controller does, and reviews it. It fails if
+// verdict looks up the owners of the request's names and addresses as the controller does, and reviews it. It fails if
 // the verdict is inconsistent or approves a request that is not true.
-func (s *scene) judge(t testing.TB) csrpolicy.Verdict {
+func (s *scene) verdict(t testing.TB) csrpolicy.Verdict {
 	t.Helper()
 
 	s.evidence.Owners = map[string]map[string]time.Time{}

@@ -26,13 +26,13 @@ func checkVerdict(t testing.TB, csr certificatesv1.CertificateSigningRequest, e 
 	assert.Equal(t, v.Decision, v.Reasons[0].Decision)
 
 	for i, r := range v.Reasons {
-		assert.True(t, r.Decision == csrpolicy.Ignore || slices.Contains(csrpolicy.Codes[r.Decision], r.Code), "%s %s", r.Decision, r.Code)
+		assert.True(t, r.Decision == csrpolicy.Ignored || slices.Contains(csrpolicy.Codes[r.Decision], r.Code), "%s %s", r.Decision, r.Code)
 		assert.NotEmpty(t, r.Message)
 		assert.LessOrEqual(t, len(r.Message), 1000)
 		assert.True(t, i == 0 || r.Decision <= v.Reasons[i-1].Decision, "order of %+v", v.Reasons)
 	}
 
-	if v.Decision == csrpolicy.Approve {
+	if v.Decision == csrpolicy.Approved {
 		checkApproval(t, csr, e)
 	}
 
@@ -50,14 +50,14 @@ func checkReported(t testing.TB, csr certificatesv1.CertificateSigningRequest, e
 	without := csrpolicy.Review(csrpolicy.Parse(&csr), e)
 
 	for _, reason := range v.Reasons {
-		if reason.Decision == csrpolicy.Deny && reason.Code != csrpolicy.CodeNotOwned {
+		if reason.Decision == csrpolicy.Denied && reason.Code != csrpolicy.CodeNotOwned {
 			assert.Contains(t, without.Reasons, reason)
 		}
 	}
 }
 
-// checkListed fails if the names and addresses that the Node lists, which its kubelet writes, do more than turn Defer
-// into Deny.
+// checkListed fails if the names and addresses that the Node lists, which its kubelet writes, do more than turn Pending
+// into Denied.
 func checkListed(t testing.TB, csr certificatesv1.CertificateSigningRequest, e csrpolicy.Evidence, v csrpolicy.Verdict) {
 	t.Helper()
 
@@ -66,7 +66,7 @@ func checkListed(t testing.TB, csr certificatesv1.CertificateSigningRequest, e c
 	e.Listed = nil
 
 	without := csrpolicy.Review(request, e)
-	if without.Decision != csrpolicy.Defer || v.Decision != csrpolicy.Deny {
+	if without.Decision != csrpolicy.Pending || v.Decision != csrpolicy.Denied {
 		assert.Equal(t, without.Decision, v.Decision, "the Node lists %q", listed)
 	}
 

@@ -5,6 +5,7 @@ import (
 	"flag"
 	"net/netip"
 	"os"
+	"path/filepath"
 	"regexp"
 	"strings"
 	"testing"
@@ -123,19 +124,24 @@ func TestMetrics_CountersOfKnownLabelsStartAtZero(t *testing.T) {
 	assert.ElementsMatch(t, constants(t, "controllers/nodeipam/metrics.go", "Reason"), got["talosccm_ipam_failures_total reason"])
 
 	ignored := []string{csrpolicy.CodeOtherSigner, csrpolicy.CodeDecided, csrpolicy.CodeNodeUnmanaged, csrpolicy.CodeExpired}
-	codes := sets.New(constants(t, "csrpolicy/csrpolicy.go", "Code")...).Delete(ignored...)
+	codes := sets.New(constants(t, "csrpolicy/*.go", "Code")...).Delete(ignored...)
 	assert.Equal(t, sets.List(codes), sets.List(sets.New(got["talosccm_csr_verdicts_total reason"]...)))
 }
 
-// constants returns the values of the constants in a file of pkg whose names begin with prefix.
-func constants(t *testing.T, file, prefix string) (values []string) {
+// constants returns the values of the constants in files of pkg whose names begin with prefix.
+func constants(t *testing.T, files, prefix string) (values []string) {
 	t.Helper()
 
-	source, err := os.ReadFile("../../pkg/" + file)
+	paths, err := filepath.Glob("../../pkg/" + files)
 	require.NoError(t, err)
 
-	for _, match := range regexp.MustCompile(`(?m)^(?:const )?\s*`+prefix+`\w+\s+= "(\w+)"`).FindAllStringSubmatch(string(source), -1) {
-		values = append(values, match[1])
+	for _, path := range paths {
+		source, err := os.ReadFile(path)
+		require.NoError(t, err)
+
+		for _, match := range regexp.MustCompile(`(?m)^(?:const )?\s*`+prefix+`\w+\s+= "(\w+)"`).FindAllStringSubmatch(string(source), -1) {
+			values = append(values, match[1])
+		}
 	}
 
 	return values

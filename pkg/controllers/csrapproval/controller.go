@@ -68,9 +68,9 @@ const (
 	// syncTimeout bounds all API calls of one sync.
 	syncTimeout = 30 * time.Second
 
-	// Bounds of the backoff after which a deferred request is reviewed even if nothing has changed.
-	deferFirst = 10 * time.Second
-	deferMax   = 5 * time.Minute
+	// Bounds of the backoff after which a pending request is reviewed even if nothing has changed.
+	retryFirst = 10 * time.Second
+	retryMax   = 5 * time.Minute
 
 	// ownedRetry replaces that backoff while a different Node owns a requested name or address.
 	ownedRetry = 10 * time.Second
@@ -137,7 +137,7 @@ func New(cfg Config) (*Controller, error) {
 		pending:  sets.New[string](),
 		reporter: events.New(cfg.Recorder),
 		queue:    queue.New(Alias),
-		backoff:  workqueue.NewTypedItemExponentialFailureRateLimiter[string](deferFirst, deferMax),
+		backoff:  workqueue.NewTypedItemExponentialFailureRateLimiter[string](retryFirst, retryMax),
 	}
 
 	if err := c.requests.SetTransform(compact); err != nil {
@@ -307,21 +307,21 @@ func (c *Controller) sync(ctx context.Context, name string) (again time.Duration
 	}
 
 	switch r.verdict.Decision {
-	case csrpolicy.Approve, csrpolicy.Deny:
+	case csrpolicy.Approved, csrpolicy.Denied:
 		if err := c.decide(ctx, csr, r); err != nil {
 			return 0, err
 		}
 
 		c.forget(name)
-	case csrpolicy.Defer:
+	case csrpolicy.Pending:
 		again = c.backoff.When(name)
 		if len(r.evidence.Owners) > 0 {
 			again = ownedRetry
 		}
 
-		c.reportDeferral(ctx, csr, r)
+		c.reportPending(ctx, csr, r)
 		c.reportCredential(csr, r)
-	case csrpolicy.Ignore:
+	case csrpolicy.Ignored:
 		klog.FromContext(ctx).V(4).Info("Ignored CSR", "reasons", r.verdict.Reasons)
 		c.forget(name)
 	}
@@ -343,7 +343,7 @@ func (c *Controller) review(ctx context.Context, csr *certificatesv1.Certificate
 	request := csrpolicy.Parse(csr)
 	r := c.reviewFor(request, nodename, cached)
 
-	if r.verdict.Decision == csrpolicy.Deny {
+	if r.verdict.Decision == csrpolicy.Denied {
 		// The ServiceAccount may list Nodes, but not get them.
 		selector := fields.OneTermEqualSelector(metav1.ObjectNameField, nodename).String()
 
@@ -366,12 +366,12 @@ func (c *Controller) review(ctx context.Context, csr *certificatesv1.Certificate
 // decide writes the verdict and reports it. It fails with a conflict if the request has changed, such as by the
 // decision of another approver.
 func (c *Controller) decide(ctx context.Context, csr *certificatesv1.CertificateSigningRequest, r review) error {
-	if err := c.writePin(ctx, r.node, r.verdict.Pin); err != nil {
+	if err := c.writePin(ctx, r.node, r.verdict.Record); err != nil {
 		return err
 	}
 
 	kind := certificatesv1.CertificateDenied
-	if r.verdict.Decision == csrpolicy.Approve {
+	if r.verdict.Decision == csrpolicy.Approved {
 		kind = certificatesv1.CertificateApproved
 	}
 
@@ -397,7 +397,7 @@ func (c *Controller) decide(ctx context.Context, csr *certificatesv1.Certificate
 		counted[reason.Code] = true
 	}
 
-	if r.verdict.Decision == csrpolicy.Approve {
+	if r.verdict.Decision == csrpolicy.Approved {
 		age := c.cfg.Clock.Since(csr.CreationTimestamp.Time)
 
 		decisions.WithLabelValues("approve").Inc()

@@ -74,7 +74,7 @@ func (c *Controller) reviewFor(request *csrpolicy.Request, nodename string, node
 		evidence.Listed, _ = subjectsOf(node)
 		evidence.Policy = c.cfg.Policy(node, entry.Machine)
 		evidence.Credentials = c.credentials(node)
-		evidence.Credentials.Pin = cmp.Or(evidence.Credentials.Pin, c.owners.pin(nodename))
+		evidence.Credentials.Record = cmp.Or(evidence.Credentials.Record, c.owners.pin(nodename))
 	}
 
 	subjects, ips := request.Subjects()
@@ -92,8 +92,8 @@ func (c *Controller) reviewFor(request *csrpolicy.Request, nodename string, node
 	verdict := csrpolicy.Review(request, evidence)
 
 	// Whether the Node is managed can depend on its machine, and a different approver may be responsible for it.
-	if state := evidence.MachineState; verdict.Decision == csrpolicy.Deny && state != csrpolicy.MachineCurrent && state != csrpolicy.MachineUnreachable {
-		verdict.Decision = csrpolicy.Defer
+	if state := evidence.MachineState; verdict.Decision == csrpolicy.Denied && state != csrpolicy.MachineCurrent && state != csrpolicy.MachineUnreachable {
+		verdict.Decision = csrpolicy.Pending
 	}
 
 	return review{node, evidence, verdict}

@@ -41,7 +41,7 @@ type reservation struct {
 	isControlPlane bool
 	listed         []string // names and addresses of the Node
 	reported       []string // names and addresses of its machine; empty if it never responded
-	pin            csrpolicy.Pin
+	pin            csrpolicy.Record
 	deletedAt      time.Time
 }
 
@@ -75,8 +75,8 @@ func (o *owners) reserve(node *corev1.Node) {
 
 // pin returns the last pin of the deleted Nodes with a name whose reservations have not ended; the zero value if there is
 // none.
-func (o *owners) pin(nodename string) csrpolicy.Pin {
-	var pin csrpolicy.Pin
+func (o *owners) pin(nodename string) csrpolicy.Record {
+	var pin csrpolicy.Record
 
 	for _, reserved := range o.reservations(func(r reservation) bool { return r.nodename == nodename }) {
 		pin = cmp.Or(reserved.pin, pin)

@@ -106,7 +106,7 @@ func issuedFor(obj any) (nodenames []string, _ error) {
 
 // credentials returns the client certificates of a Node's kubelet.
 func (c *Controller) credentials(node *corev1.Node) csrpolicy.Credentials {
-	credentials := csrpolicy.Credentials{Pin: pinOf(node), NodeCreated: node.CreationTimestamp.Time}
+	credentials := csrpolicy.Credentials{Record: pinOf(node), NodeCreated: node.CreationTimestamp.Time}
 	objs, _ := c.requests.GetIndexer().ByIndex(indexIssued, node.Name) // fails only without the index
 
 	for _, obj := range objs {
@@ -130,13 +130,13 @@ func (c *Controller) syncIssued(ctx context.Context, nodename string) error {
 
 	credentials := c.credentials(node)
 
-	return c.writePin(ctx, node, credentials.Pin.Follow(credentials.Issued))
+	return c.writePin(ctx, node, credentials.Record.Follow(credentials.Issued))
 }
 
 // writePin records a pin on a version of a Node, and fails with a conflict if there is a newer one: another request may
 // have been pinned.
-func (c *Controller) writePin(ctx context.Context, node *corev1.Node, pin csrpolicy.Pin) error {
-	if pin == (csrpolicy.Pin{}) || pin == pinOf(node) {
+func (c *Controller) writePin(ctx context.Context, node *corev1.Node, pin csrpolicy.Record) error {
+	if pin == (csrpolicy.Record{}) || pin == pinOf(node) {
 		return nil
 	}
 
@@ -165,10 +165,10 @@ func (c *Controller) writePin(ctx context.Context, node *corev1.Node, pin csrpol
 
 // pinOf reads the pin of a Node. It ignores the context if it is of a different certificate, such as after an operator has
 // set LabelCredential.
-func pinOf(node *corev1.Node) csrpolicy.Pin {
-	pin := csrpolicy.Pin{Credential: node.Labels[LabelCredential], Address: nodespec.RecordedAddress(node)}
+func pinOf(node *corev1.Node) csrpolicy.Record {
+	pin := csrpolicy.Record{Credential: node.Labels[LabelCredential], Address: nodespec.RecordedAddress(node)}
 	if pin.Credential == "" {
-		return csrpolicy.Pin{}
+		return csrpolicy.Record{}
 	}
 
 	parts := strings.Split(node.Labels[LabelContext], ".")
@@ -193,7 +193,7 @@ func pinOf(node *corev1.Node) csrpolicy.Pin {
 
 // pinContext returns the value of LabelContext: the start of the certificate's ID, the fingerprints of the node ID, the
 // volume and the issuer, and the time of expiry in seconds since 1970.
-func pinContext(pin csrpolicy.Pin) string {
+func pinContext(pin csrpolicy.Record) string {
 	parts := []string{pin.Credential[:min(contextKey, len(pin.Credential))]}
 
 	for _, value := range []string{pin.NodeID, pin.Volume, pin.Issuer} {
@@ -216,7 +216,7 @@ func (c *Controller) reportCredential(csr *certificatesv1.CertificateSigningRequ
 	unexpectedCredentials.Inc()
 
 	address := "ADDRESS" // the machine that responds may be the attacker's, so its address is not named
-	if recorded := r.evidence.Credentials.Pin.Address; recorded.IsValid() {
+	if recorded := r.evidence.Credentials.Record.Address; recorded.IsValid() {
 		address = recorded.String()
 	}
 

@@ -17,14 +17,14 @@ import (
 )
 
 func TestPinOf_ReadsWhatWasWritten(t *testing.T) {
-	full := csrpolicy.Pin{
+	full := csrpolicy.Record{
 		Credential: csrpolicy.CertificateID([]byte("a")), Previous: csrpolicy.CertificateID([]byte("b")),
 		NodeID: csrpolicy.Fingerprint("n"), Volume: csrpolicy.Fingerprint("v"), Issuer: csrpolicy.Fingerprint("i"),
 		Expires: time.Date(2126, 1, 2, 3, 4, 5, 0, time.UTC), Address: netip.MustParseAddr("2001:db8::"),
 	}
-	ipv4 := csrpolicy.Pin{Credential: full.Credential, Volume: full.Volume, Address: netip.MustParseAddr("10.0.0.1")}
+	ipv4 := csrpolicy.Record{Credential: full.Credential, Volume: full.Volume, Address: netip.MustParseAddr("10.0.0.1")}
 
-	for _, pin := range []csrpolicy.Pin{full, {Credential: full.Credential}, ipv4} {
+	for _, pin := range []csrpolicy.Record{full, {Credential: full.Credential}, ipv4} {
 		context := pinContext(pin)
 		assert.Empty(t, validation.IsValidLabelValue(context))
 
@@ -40,12 +40,12 @@ func TestPinOf_ReadsWhatWasWritten(t *testing.T) {
 
 		// An operator has accepted another certificate.
 		n.Labels[LabelCredential] = full.Previous
-		assert.Equal(t, csrpolicy.Pin{Credential: full.Previous, Address: pin.Address}, pinOf(n))
+		assert.Equal(t, csrpolicy.Record{Credential: full.Previous, Address: pin.Address}, pinOf(n))
 	}
 
 	for _, context := range []string{"", "a", "a.b.c.d.e", pinContext(full) + ".f"} {
 		n := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Labels: map[string]string{LabelCredential: full.Credential, LabelContext: context}}}
-		assert.Equal(t, csrpolicy.Pin{Credential: full.Credential}, pinOf(n), context)
+		assert.Equal(t, csrpolicy.Record{Credential: full.Credential}, pinOf(n), context)
 	}
 }
 

@@ -67,8 +67,8 @@ func messageFor(verdict csrpolicy.Verdict) string {
 	return events.Truncate(strings.Join(sentences, "; "))
 }
 
-// reportDeferral reports why a request stays pending, when there is a new reason.
-func (c *Controller) reportDeferral(ctx context.Context, csr *certificatesv1.CertificateSigningRequest, r review) {
+// reportPending reports why a request stays pending, when there is a new reason.
+func (c *Controller) reportPending(ctx context.Context, csr *certificatesv1.CertificateSigningRequest, r review) {
 	var problems []events.Problem
 
 	for _, reason := range r.verdict.Reasons {
@@ -81,7 +81,7 @@ func (c *Controller) reportDeferral(ctx context.Context, csr *certificatesv1.Cer
 	}
 
 	for _, problem := range added {
-		verdicts.WithLabelValues(csrpolicy.Defer.String(), problem.Subject).Inc()
+		verdicts.WithLabelValues(csrpolicy.Pending.String(), problem.Subject).Inc()
 	}
 
 	message := messageFor(r.verdict)

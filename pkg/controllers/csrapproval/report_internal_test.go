@@ -19,18 +19,18 @@ func verdict(decision csrpolicy.Decision, reasons ...csrpolicy.Reason) csrpolicy
 }
 
 func TestMessageFor_ContainsAllReasons(t *testing.T) {
-	message := messageFor(verdict(csrpolicy.Deny,
-		csrpolicy.Reason{Code: "Wildcard", Decision: csrpolicy.Deny, Message: "one"},
-		csrpolicy.Reason{Code: "WeakKey", Decision: csrpolicy.Deny, Message: "two"},
-		csrpolicy.Reason{Code: "UnknownDNSName", Decision: csrpolicy.Defer, Message: "three"},
+	message := messageFor(verdict(csrpolicy.Denied,
+		csrpolicy.Reason{Code: "Wildcard", Decision: csrpolicy.Denied, Message: "one"},
+		csrpolicy.Reason{Code: "WeakKey", Decision: csrpolicy.Denied, Message: "two"},
+		csrpolicy.Reason{Code: "UnknownDNSName", Decision: csrpolicy.Pending, Message: "three"},
 	))
 	assert.Equal(t, "Wildcard: one; WeakKey: two; UnknownDNSName: three", message)
 }
 
 func TestMessageFor_FitsIntoEvent(t *testing.T) {
 	for length := events.MaxMessage - 20; length < events.MaxMessage+20; length++ {
-		reason := csrpolicy.Reason{Code: "C", Decision: csrpolicy.Deny, Message: strings.Repeat("ä", length/2) + strings.Repeat("x", length%2)}
-		message := messageFor(verdict(csrpolicy.Deny, reason))
+		reason := csrpolicy.Reason{Code: "C", Decision: csrpolicy.Denied, Message: strings.Repeat("ä", length/2) + strings.Repeat("x", length%2)}
+		message := messageFor(verdict(csrpolicy.Denied, reason))
 		assert.LessOrEqual(t, len(message), events.MaxMessage)
 		assert.True(t, utf8.ValidString(message), message)
 	}
@@ -56,15 +56,15 @@ func TestReportDeferral_EmitsEventsForNewReasons(t *testing.T) {
 	} {
 		var reasons []csrpolicy.Reason
 		for _, code := range step.codes {
-			reasons = append(reasons, csrpolicy.Reason{Code: code, Decision: csrpolicy.Defer, Message: strings.Repeat("x", events.MaxMessage)})
+			reasons = append(reasons, csrpolicy.Reason{Code: code, Decision: csrpolicy.Pending, Message: strings.Repeat("x", events.MaxMessage)})
 		}
 
-		c.reportDeferral(t.Context(), csr, review{node: node("a"), verdict: verdict(csrpolicy.Defer, reasons...)})
+		c.reportPending(t.Context(), csr, review{node: node("a"), verdict: verdict(csrpolicy.Pending, reasons...)})
 		assert.Len(t, recorder.Events, step.want, "%v", step.codes)
 
 		for range len(recorder.Events) {
-			message, isDeferral := strings.CutPrefix(<-recorder.Events, "Warning CSRDeferred ")
-			assert.True(t, isDeferral, message)
+			message, isPending := strings.CutPrefix(<-recorder.Events, "Warning CSRDeferred ")
+			assert.True(t, isPending, message)
 			assert.LessOrEqual(t, len(message), events.MaxMessage)
 		}
 	}
