@@ -40,33 +40,33 @@ func CheckAllowedAddress(addr netip.Addr) error {
 }
 
 // checkAddress checks an IP address. Addresses of the cluster take precedence over addresses that the machine reports.
-func (r *review) checkAddress(ip netip.Addr) {
-	source := r.sourceOf(func(s ClusterSubjects) bool { return slices.ContainsFunc(s.APIServerIPs, equals(ip)) })
+func (c *checker) checkAddress(ip netip.Addr) {
+	source := c.sourceOf(func(s ClusterSubjects) bool { return slices.ContainsFunc(s.APIServerIPs, equals(ip)) })
 
 	switch {
-	case !r.checkReserved(ip):
+	case !c.checkReserved(ip):
 		return
-	case source == apiServer && r.isWorker() && slices.ContainsFunc(r.ownAddresses(ip), isUncontested):
+	case source == apiServer && c.isWorker() && slices.ContainsFunc(c.ownAddresses(ip), isUncontested):
 		// Talos keeps each address of a control-plane machine in the certificate until the machine reboots
 		// (network.NodeAddressAccumulativeID in secrets/KubernetesCertSANsController). The worker may have it by now. And
 		// operators list the addresses of all machines in certSANs.
-		r.pending(CodeClusterAddress, "IP address %s is in the API server's certificate; remove it from cluster.apiServer.certSANs, "+
+		c.pending(CodeClusterAddress, "IP address %s is in the API server's certificate; remove it from cluster.apiServer.certSANs, "+
 			"or reboot the control-plane machine that had it before", ip)
-	case source != "" && !r.checkAPIServer(CodeClusterAddress, ip.String(), source):
+	case source != "" && !c.checkAPIServer(CodeClusterAddress, ip.String(), source):
 		return
-	case source == "" && slices.ContainsFunc(r.Policy.ExtraIPs, equals(ip)) && !r.Machine.Excludes(ip):
+	case source == "" && slices.ContainsFunc(c.Policy.ExtraIPs, equals(ip)) && !c.Machine.Excludes(ip):
 	default:
-		r.checkOwnAddress(ip)
+		c.checkOwnAddress(ip)
 	}
 
-	r.checkOwners(ip.String())
+	c.checkOwners(ip.String())
 }
 
 // checkReserved reports whether a machine may have a certificate for an address at all, and adds the reason if not.
-func (r *review) checkReserved(ip netip.Addr) bool {
+func (c *checker) checkReserved(ip netip.Addr) bool {
 	var cidr string
 
-	source := r.sourceOf(func(s ClusterSubjects) bool {
+	source := c.sourceOf(func(s ClusterSubjects) bool {
 		cidr = s.reservedCIDR(ip)
 
 		return cidr != ""
@@ -74,11 +74,11 @@ func (r *review) checkReserved(ip netip.Addr) bool {
 
 	switch {
 	case !ip.IsGlobalUnicast():
-		r.denied(CodeSpecialAddress, "IP address %s %s", ip, specialAddress)
+		c.denied(CodeSpecialAddress, "IP address %s %s", ip, specialAddress)
 	case source == apiServer:
-		r.denied(CodeClusterAddress, "IP address %s belongs to a Service", ip)
+		c.denied(CodeClusterAddress, "IP address %s belongs to a Service", ip)
 	case source != "":
-		r.pending(CodeClusterAddress, "IP address %s is in %s, a CIDR of pods or Services or a virtual IP according to %s", ip, cidr, source)
+		c.pending(CodeClusterAddress, "IP address %s is in %s, a CIDR of pods or Services or a virtual IP according to %s", ip, cidr, source)
 	}
 
 	return source == "" && ip.IsGlobalUnicast()
@@ -104,24 +104,24 @@ func (s ClusterSubjects) reservedCIDR(ip netip.Addr) string {
 
 // checkOwnAddress checks an address that the machine must report. If the machine is not known, checkRequester has added
 // the reason.
-func (r *review) checkOwnAddress(ip netip.Addr) {
-	own := r.ownAddresses(ip)
+func (c *checker) checkOwnAddress(ip netip.Addr) {
+	own := c.ownAddresses(ip)
 
 	switch {
-	case !r.machineKnown():
-	case r.Machine.Excludes(ip):
-		r.notOwned(CodeExcludedAddress, ip.String(), "IP address %s is in a subnet that the machine excludes from node IPs", ip)
+	case !c.machineKnown():
+	case c.Machine.Excludes(ip):
+		c.notOwned(CodeExcludedAddress, ip.String(), "IP address %s is in a subnet that the machine excludes from node IPs", ip)
 	case !slices.ContainsFunc(own, isUncontested):
-		r.notOwned(CodeUnknownAddress, ip.String(), "IP address %s is not reported by the machine", ip)
-	case !slices.ContainsFunc(own, isOnNetwork) && !slices.ContainsFunc(r.Machine.NodeIPs, equals(ip)):
+		c.notOwned(CodeUnknownAddress, ip.String(), "IP address %s is not reported by the machine", ip)
+	case !slices.ContainsFunc(own, isOnNetwork) && !slices.ContainsFunc(c.Machine.NodeIPs, equals(ip)):
 		// A node IP may be on any link: machines that announce it by BGP have it on the loopback or a dummy link.
-		r.notOwned(CodeVirtualAddress, ip.String(), "IP address %s is on a link for addresses that several machines share", ip)
+		c.notOwned(CodeVirtualAddress, ip.String(), "IP address %s is on a link for addresses that several machines share", ip)
 	}
 }
 
 // ownAddresses returns the entries of the machine's addresses for ip, one for each link.
-func (r *review) ownAddresses(ip netip.Addr) (own []machine.Address) {
-	for _, a := range r.Machine.Addresses {
+func (c *checker) ownAddresses(ip netip.Addr) (own []machine.Address) {
+	for _, a := range c.Machine.Addresses {
 		if a.Prefix.Addr().Unmap() == ip {
 			own = append(own, a)
 		}

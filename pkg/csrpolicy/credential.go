@@ -213,34 +213,34 @@ func (c Credentials) isLate(certificate ClientCertificate) bool {
 
 // checkCredential compares the credential with which the request was made with the recorded one. The kubelet's names are
 // not enough: a bootstrap token obtains a client certificate for any Node.
-func (r *review) checkCredential() {
-	id := CredentialID(r.request.csr)
-	if id == "" || !r.machineKnown() || !r.Node.managed() {
+func (c *checker) checkCredential() {
+	id := CredentialID(c.request.csr)
+	if id == "" || !c.machineKnown() || !c.Node.managed() {
 		return
 	}
 
-	certificate := r.Credentials.issuedAs(id)
-	record := r.Credentials.Record.Follow(r.Credentials.Issued)
-	isLate := r.Credentials.isLate(certificate)
+	certificate := c.Credentials.issuedAs(id)
+	record := c.Credentials.Record.Follow(c.Credentials.Issued)
+	isLate := c.Credentials.isLate(certificate)
 
 	switch {
 	case record.Has(id):
-	case record.lost(r.Machine, certificate, r.Now), record.Credential == "" && !isLate:
+	case record.lost(c.Machine, certificate, c.Now), record.Credential == "" && !isLate:
 		record = Record{Credential: id}
 	default:
-		r.unexpected = fmt.Sprintf("Client certificate %s, %s, is not the recorded one of Node %.80q: %s",
-			id, certificate.origin(r.request.csr.CreationTimestamp.Time), r.nodename, record.describe(r.Machine))
-		if r.Policy.EnforceCredential {
-			r.pending(CodeUnexpectedCredential, "%s", r.unexpected)
+		c.unexpected = fmt.Sprintf("Client certificate %s, %s, is not the recorded one of Node %.80q: %s",
+			id, certificate.origin(c.request.csr.CreationTimestamp.Time), c.nodename, record.describe(c.Machine))
+		if c.Policy.EnforceCredential {
+			c.pending(CodeUnexpectedCredential, "%s", c.unexpected)
 		}
 
 		return
 	}
 
-	record = record.locate(r.Machine)
+	record = record.locate(c.Machine)
 	if record.Credential == certificate.ID {
 		record.Issuer, record.Expires = certificate.Issuer, certificate.Expires
 	}
 
-	r.record = record
+	c.record = record
 }

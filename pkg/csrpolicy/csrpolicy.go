@@ -92,10 +92,9 @@ type Evidence struct {
 	MachineState MachineState
 	// Machine is the latest view of that Node's machine; the zero value if there is none.
 	Machine machine.Machine
-	// Owners maps each subject of the request to the other Nodes that own it, by name. The keys are names in the form of
-	// Request.Subjects, and addresses as their String. A deleted Node counts, even if it had the requester's name: the
-	// value is the time when its reservation ends, for messages, and zero for a Node that exists. An unreachable machine
-	// still owns the names and addresses that it last reported.
+	// Owners maps Request.Subjects to the other Nodes that own them, by name. A deleted Node counts, even if it had the
+	// requester's name: the value is the time when its reservation ends, for messages, and zero for a Node that exists.
+	// An unreachable machine still owns the names and addresses that it last reported.
 	Owners map[string]map[string]time.Time
 	// Listed are the names and addresses in the Node's status, in the same form; empty if unknown. A kubelet requests only
 	// what its Node lists. Review therefore denies a subject that the machine does not own and the Node does not list.

@@ -100,7 +100,7 @@ func TestSubjects_CanonicalAndSorted(t *testing.T) {
 	} {
 		s := sceneOf(t, changes)
 		s.review(t)
-		assert.Equal(t, want, subjects(csrpolicy.Parse(&s.csr)), changes)
+		assert.Equal(t, want, csrpolicy.Parse(&s.csr).Subjects, changes)
 	}
 }
 

@@ -38,20 +38,20 @@ func CheckAllowedName(name string) error {
 
 // checkName checks a DNS name. Names of the cluster take precedence over names that the machine reports. If the machine
 // is not known, checkRequester has added the reason.
-func (r *review) checkName(name string) {
-	source := r.sourceOf(func(s ClusterSubjects) bool { return slices.Contains(machine.CanonicalNames(s.APIServerNames), name) })
+func (c *checker) checkName(name string) {
+	source := c.sourceOf(func(s ClusterSubjects) bool { return slices.Contains(machine.CanonicalNames(s.APIServerNames), name) })
 
-	switch problem := machine.CheckName(name, r.nodename, r.Cluster.Domains); {
+	switch problem := machine.CheckName(name, c.nodename, c.Cluster.Domains); {
 	case problem != "":
-		r.denied(codesByProblem[problem], "DNS name %.80q %s", name, problem)
+		c.denied(codesByProblem[problem], "DNS name %.80q %s", name, problem)
 
 		return
-	case source != "" && !r.checkAPIServer(CodeClusterName, name, source):
+	case source != "" && !c.checkAPIServer(CodeClusterName, name, source):
 		return
-	case source == "" && slices.Contains(machine.CanonicalNames(r.Policy.ExtraNames), name):
-	case r.machineKnown() && !slices.Contains(r.Machine.OwnNames(), name):
-		r.notOwned(CodeUnknownName, name, "DNS name %.80q is not reported by the machine", name)
+	case source == "" && slices.Contains(machine.CanonicalNames(c.Policy.ExtraNames), name):
+	case c.machineKnown() && !slices.Contains(c.Machine.OwnNames(), name):
+		c.notOwned(CodeUnknownName, name, "DNS name %.80q is not reported by the machine", name)
 	}
 
-	r.checkOwners(name)
+	c.checkOwners(name)
 }

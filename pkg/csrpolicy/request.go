@@ -73,21 +73,15 @@ var (
 type Request struct {
 	reasons // to deny the request whatever the evidence is
 
+	// Subjects are the DNS names of the request and then its IP addresses, each sorted and unique: names in lower case
+	// without a trailing dot, IPv4-mapped IPv6 addresses as IPv4. There are none if the request is invalid in any way.
+	Subjects []string
+
 	csr     *certificatesv1.CertificateSigningRequest
 	x509    *x509.CertificateRequest // nil if the request is malformed
 	subject *subject                 // nil if it is invalid
 	names   []string                 // canonical, sorted, unique
 	ips     []netip.Addr             // unmapped, sorted, unique
-}
-
-// Subjects returns the DNS names and IP addresses of the request, sorted and unique: names in lower case without a
-// trailing dot, IPv4-mapped IPv6 addresses as IPv4. It returns none if the request is invalid in any way.
-func (r *Request) Subjects() (dnsNames []string, ips []netip.Addr) {
-	if len(r.reasons) > 0 {
-		return nil, nil
-	}
-
-	return r.names, r.ips
 }
 
 type subject struct{ commonName, organization string }
@@ -142,6 +136,14 @@ func Parse(csr *certificatesv1.CertificateSigningRequest) *Request {
 
 	r.parseSANs(attributes)
 	r.checkKey()
+
+	if len(r.reasons) == 0 {
+		r.Subjects = slices.Clone(r.names)
+
+		for _, ip := range r.ips {
+			r.Subjects = append(r.Subjects, ip.String())
+		}
+	}
 
 	return r
 }
@@ -319,8 +321,8 @@ func keyProblem(key any) string {
 }
 
 // checkTerms checks the usages, the lifetime and the subject.
-func (r *review) checkTerms() {
-	request, spec := r.request, r.request.csr.Spec
+func (c *checker) checkTerms() {
+	request, spec := c.request, c.request.csr.Spec
 	usages := slices.Sorted(slices.Values(spec.Usages))
 	mayBeRSA := request.x509 == nil // one reason is enough for a malformed request
 
@@ -329,21 +331,21 @@ func (r *review) checkTerms() {
 	}
 
 	if !slices.Equal(usages, usagesOfAny) && !(mayBeRSA && slices.Equal(usages, usagesOfRSA)) {
-		r.denied(CodeUsages, "Usages must be digital signature and server auth; RSA keys may add key encipherment")
+		c.denied(CodeUsages, "Usages must be digital signature and server auth; RSA keys may add key encipherment")
 	}
 
 	if spec.ExpirationSeconds != nil {
-		lifetime, longest := time.Duration(*spec.ExpirationSeconds)*time.Second, cmp.Or(r.Policy.MaxExpiration, DefaultMaxExpiration)
+		lifetime, longest := time.Duration(*spec.ExpirationSeconds)*time.Second, cmp.Or(c.Policy.MaxExpiration, DefaultMaxExpiration)
 		if lifetime < MinExpiration || lifetime > longest {
-			r.denied(CodeExpiration, "Lifetime %s is not between %s and %s", lifetime, MinExpiration, longest)
+			c.denied(CodeExpiration, "Lifetime %s is not between %s and %s", lifetime, MinExpiration, longest)
 		}
 	}
 
 	if s := request.subject; s != nil && s.commonName != spec.Username {
-		r.denied(CodeSubject, "Common name %.80q is not the user %.80q", s.commonName, spec.Username)
+		c.denied(CodeSubject, "Common name %.80q is not the user %.80q", s.commonName, spec.Username)
 	}
 
 	if s := request.subject; s != nil && s.organization != groupNodes {
-		r.denied(CodeSubject, "Organization %.80q is not %s", s.organization, groupNodes)
+		c.denied(CodeSubject, "Organization %.80q is not %s", s.organization, groupNodes)
 	}
 }

@@ -42,45 +42,45 @@ func Nodename(csr *certificatesv1.CertificateSigningRequest) (string, bool) {
 
 // checkRequester checks the user and the groups that the API server recorded, and that the user's Node, its machine and
 // the cluster are known.
-func (r *review) checkRequester() {
-	spec := r.request.csr.Spec
+func (c *checker) checkRequester() {
+	spec := c.request.csr.Spec
 
 	var ok bool
-	if r.nodename, ok = Nodename(r.request.csr); !ok {
-		r.denied(CodeNoNode, "User %.80q is not a kubelet", spec.Username)
+	if c.nodename, ok = Nodename(c.request.csr); !ok {
+		c.denied(CodeNoNode, "User %.80q is not a kubelet", spec.Username)
 	}
 
 	for _, group := range []string{groupNodes, groupAuthenticated} {
 		if !slices.Contains(spec.Groups, group) {
-			r.denied(CodeGroups, "User %.80q is not in group %s", spec.Username, group)
+			c.denied(CodeGroups, "User %.80q is not in group %s", spec.Username, group)
 		}
 	}
 
-	if r.nodename == "" {
+	if c.nodename == "" {
 		return
 	}
 
-	if r.Node == NodeDeleting {
-		r.pending(CodeNodeDeleting, "Node %.80q is being deleted", r.nodename)
-	} else if !r.Node.managed() {
-		r.pending(CodeNodeUnknown, "Node %.80q does not exist yet", r.nodename)
+	if c.Node == NodeDeleting {
+		c.pending(CodeNodeDeleting, "Node %.80q is being deleted", c.nodename)
+	} else if !c.Node.managed() {
+		c.pending(CodeNodeUnknown, "Node %.80q does not exist yet", c.nodename)
 	}
 
 	switch {
-	case r.MachineState == MachineUnreachable:
-		r.pending(CodeMachineUnreachable, "Machine of Node %.80q is unreachable", r.nodename)
-	case r.MachineState == MachineMismatch, r.MachineState == MachineCurrent && r.Machine.Nodename != r.nodename:
-		r.pending(CodeMachineMismatch, "Machine at the address of Node %.80q reports another nodename", r.nodename)
-	case r.MachineState != MachineCurrent:
-		r.pending(CodeMachineUnknown, "Machine of Node %.80q has not responded yet", r.nodename)
+	case c.MachineState == MachineUnreachable:
+		c.pending(CodeMachineUnreachable, "Machine of Node %.80q is unreachable", c.nodename)
+	case c.MachineState == MachineMismatch, c.MachineState == MachineCurrent && c.Machine.Nodename != c.nodename:
+		c.pending(CodeMachineMismatch, "Machine at the address of Node %.80q reports another nodename", c.nodename)
+	case c.MachineState != MachineCurrent:
+		c.pending(CodeMachineUnknown, "Machine of Node %.80q has not responded yet", c.nodename)
 	}
 
-	if !r.Cluster.Known {
-		r.pending(CodeClusterUnknown, "Cluster domains, service CIDRs and API server addresses are not all known yet")
+	if !c.Cluster.Known {
+		c.pending(CodeClusterUnknown, "Cluster domains, service CIDRs and API server addresses are not all known yet")
 	}
 }
 
 // machineKnown reports whether the machine's view is current and reports the requester's nodename.
-func (r *review) machineKnown() bool {
-	return r.nodename != "" && r.MachineState == MachineCurrent && r.Machine.Nodename == r.nodename
+func (c *checker) machineKnown() bool {
+	return c.nodename != "" && c.MachineState == MachineCurrent && c.Machine.Nodename == c.nodename
 }

@@ -37,8 +37,8 @@ func (r *reasons) pending(code, format string, args ...any) {
 	*r = append(*r, Reason{Code: code, Decision: Pending, Message: fmt.Sprintf(format, args...)})
 }
 
-// review is the review of one request.
-type review struct {
+// checker checks one request.
+type checker struct {
 	reasons
 
 	Evidence
@@ -58,40 +58,40 @@ func Review(request *Request, e Evidence) Verdict {
 		return Verdict{Decision: Ignored, Reasons: []Reason{{Code: code, Decision: Ignored, Message: message}}}
 	}
 
-	r := review{request: request, Evidence: e}
-	r.checkRequester()
-	r.reasons = append(r.reasons, request.reasons...)
-	r.checkTerms()
+	c := checker{request: request, Evidence: e}
+	c.checkRequester()
+	c.reasons = append(c.reasons, request.reasons...)
+	c.checkTerms()
 
 	for _, name := range request.names {
-		r.checkName(name)
+		c.checkName(name)
 	}
 
 	for _, ip := range request.ips {
-		r.checkAddress(ip)
+		c.checkAddress(ip)
 	}
 
-	r.checkCredential()
+	c.checkCredential()
 
-	if len(r.reasons) == 0 {
-		message := fmt.Sprintf("All requested names and addresses belong to the machine of Node %q", r.nodename)
+	if len(c.reasons) == 0 {
+		message := fmt.Sprintf("All requested names and addresses belong to the machine of Node %q", c.nodename)
 
 		return Verdict{
 			Decision: Approved, Reasons: []Reason{{Code: CodeVerified, Decision: Approved, Message: message}},
-			Unexpected: r.unexpected, Record: r.record,
+			Unexpected: c.unexpected, Record: c.record,
 		}
 	}
 
 	// An unknown Node may turn out to be unmanaged, so that none of its kubelet's requests is denied.
-	if !r.Node.managed() && r.nodename != "" {
-		for i := range r.reasons {
-			r.reasons[i].Decision = Pending
+	if !c.Node.managed() && c.nodename != "" {
+		for i := range c.reasons {
+			c.reasons[i].Decision = Pending
 		}
 	}
 
-	slices.SortStableFunc(r.reasons, func(a, b Reason) int { return cmp.Compare(b.Decision, a.Decision) })
+	slices.SortStableFunc(c.reasons, func(a, b Reason) int { return cmp.Compare(b.Decision, a.Decision) })
 
-	return Verdict{Decision: r.reasons[0].Decision, Reasons: r.reasons, Unexpected: r.unexpected}
+	return Verdict{Decision: c.reasons[0].Decision, Reasons: c.reasons, Unexpected: c.unexpected}
 }
 
 // ignored returns why the request must not be touched; empty if it is pending and concerns us.

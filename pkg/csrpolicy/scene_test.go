@@ -155,7 +155,7 @@ func (s *scene) verdict(t testing.TB) csrpolicy.Verdict {
 	request := csrpolicy.Parse(&s.csr)
 	self, _ := csrpolicy.Nodename(&s.csr)
 
-	for _, subject := range slices.AppendSeq(subjects(request), maps.Keys(s.owners)) {
+	for _, subject := range slices.AppendSeq(slices.Clone(request.Subjects), maps.Keys(s.owners)) {
 		for _, owner := range slices.Concat(s.owners[subject], others().Owners(subject, self)) {
 			if s.evidence.Owners[subject] == nil {
 				s.evidence.Owners[subject] = map[string]time.Time{}
@@ -169,18 +169,6 @@ func (s *scene) verdict(t testing.TB) csrpolicy.Verdict {
 	checkVerdict(t, s.csr, s.evidence, verdict)
 
 	return verdict
-}
-
-// subjects returns the names and addresses of a request.
-func subjects(request *csrpolicy.Request) []string {
-	names, ips := request.Subjects()
-	names = slices.Clone(names)
-
-	for _, ip := range ips {
-		names = append(names, ip.String())
-	}
-
-	return names
 }
 
 var others = sync.OnceValue(func() *inventory.Inventory {

@@ -63,10 +63,10 @@ const apiServer = "the API server"
 
 // sourceOf returns the source of cluster subjects for which has returns true; empty if there is none. A pool comes first:
 // the pool is wrong if it overlaps with a ServiceCIDR, and a wrong pool must not cause denials.
-func (r *review) sourceOf(has func(ClusterSubjects) bool) string {
-	configured := Report{"the configuration of talos-ccm", ClusterSubjects{PodCIDRs: r.Policy.PodCIDRs}}
+func (c *checker) sourceOf(has func(ClusterSubjects) bool) string {
+	configured := Report{"the configuration of talos-ccm", ClusterSubjects{PodCIDRs: c.Policy.PodCIDRs}}
 
-	for _, report := range append([]Report{configured, {apiServer, r.Cluster.Stated}}, r.Cluster.Reported...) {
+	for _, report := range append([]Report{configured, {apiServer, c.Cluster.Stated}}, c.Cluster.Reported...) {
 		if has(report.ClusterSubjects) {
 			return report.Source
 		}
@@ -78,49 +78,49 @@ func (r *review) sourceOf(has func(ClusterSubjects) bool) string {
 // checkAPIServer reports whether the machine may have a name or an address of the API server, and adds the reason if not.
 // Only a control-plane machine may. Both the Node and the machine must have that role: a worker can report any role, and
 // an operator can label a worker.
-func (r *review) checkAPIServer(code, subject, source string) bool {
+func (c *checker) checkAPIServer(code, subject, source string) bool {
 	switch {
-	case r.Node == NodeControlPlane && r.machineKnown() && r.Machine.Type.IsControlPlane():
+	case c.Node == NodeControlPlane && c.machineKnown() && c.Machine.Type.IsControlPlane():
 		return true
-	case r.isWorker() && source == apiServer:
-		r.denied(code, "%s belongs to the API server, and Node %.80q is a worker", describe(subject), r.nodename)
-	case r.isWorker():
-		r.pending(code, "%s belongs to the API server according to %s, and Node %.80q is a worker", describe(subject), source, r.nodename)
+	case c.isWorker() && source == apiServer:
+		c.denied(code, "%s belongs to the API server, and Node %.80q is a worker", describe(subject), c.nodename)
+	case c.isWorker():
+		c.pending(code, "%s belongs to the API server according to %s, and Node %.80q is a worker", describe(subject), source, c.nodename)
 	default:
-		r.pending(CodeControlPlaneUnclear, "%s belongs to the API server; Node %.80q and its machine do not both have the control-plane role",
-			describe(subject), r.nodename)
+		c.pending(CodeControlPlaneUnclear, "%s belongs to the API server; Node %.80q and its machine do not both have the control-plane role",
+			describe(subject), c.nodename)
 	}
 
 	return false
 }
 
 // isWorker reports whether both the Node and the machine have the role of a worker.
-func (r *review) isWorker() bool {
-	return r.Node == NodeWorker && r.machineKnown() && r.Machine.Type == talosmachine.TypeWorker
+func (c *checker) isWorker() bool {
+	return c.Node == NodeWorker && c.machineKnown() && c.Machine.Type == talosmachine.TypeWorker
 }
 
 // notOwned adds the reason for a name or an address that the machine does not own. The request is denied if the Node
 // does not list the name or the address either: a kubelet waits a quarter of an hour for a pending request before it
 // requests its current names, and less than a minute after a denial (certificateWaitTimeout and rotateCerts in
 // k8s.io/client-go/util/certificate).
-func (r *review) notOwned(code, subject, format string, args ...any) {
-	if len(r.Listed) > 0 && !slices.Contains(r.Listed, subject) {
-		r.denied(CodeNotOwned, format+", and its Node does not list it", args...)
+func (c *checker) notOwned(code, subject, format string, args ...any) {
+	if len(c.Listed) > 0 && !slices.Contains(c.Listed, subject) {
+		c.denied(CodeNotOwned, format+", and its Node does not list it", args...)
 	} else {
-		r.pending(code, format, args...)
+		c.pending(code, format, args...)
 	}
 }
 
 // checkOwners checks that no other Node has the name or address. If two have it, the rightful owner is not known.
-func (r *review) checkOwners(subject string) {
-	others := slices.Sorted(maps.Keys(r.Owners[subject]))
+func (c *checker) checkOwners(subject string) {
+	others := slices.Sorted(maps.Keys(c.Owners[subject]))
 
-	if len(others) == 0 || r.nodename == "" {
+	if len(others) == 0 || c.nodename == "" {
 		return
 	}
 
 	owner, more := others[0], ""
-	if until := r.Owners[subject][owner]; !until.IsZero() {
+	if until := c.Owners[subject][owner]; !until.IsZero() {
 		more = fmt.Sprintf(", which was deleted, at least until %s,", until.UTC().Format(time.RFC3339))
 	}
 
@@ -132,7 +132,7 @@ func (r *review) checkOwners(subject string) {
 		more += fmt.Sprintf(" and %d other Nodes", count)
 	}
 
-	r.pending(CodeOwnedByOthers, "%s is owned by Node %.80q%s", describe(subject), owner, strings.TrimSuffix(more, ","))
+	c.pending(CodeOwnedByOthers, "%s is owned by Node %.80q%s", describe(subject), owner, strings.TrimSuffix(more, ","))
 }
 
 // describe returns a DNS name or an IP address with its kind, for messages.

@@ -25,7 +25,6 @@ import (
 	"cmp"
 	"context"
 	"fmt"
-	"net/netip"
 	"slices"
 	"strings"
 	"sync"
@@ -266,10 +265,9 @@ func (c *Controller) isRecorded(request *csrpolicy.Request, nodename string) boo
 	}
 
 	recorded := nodespec.RecordedAddress(node)
-	names, ips := request.Subjects()
+	isOther := func(subject string) bool { return subject != nodename && subject != machine.CanonicalAddress(recorded) }
 
-	return recorded.IsValid() && !slices.ContainsFunc(names, func(name string) bool { return name != nodename }) &&
-		!slices.ContainsFunc(ips, func(ip netip.Addr) bool { return ip != recorded })
+	return recorded.IsValid() && !slices.ContainsFunc(request.Subjects, isOther)
 }
 
 // sync reviews one request and writes the decision, if there is one.

@@ -77,13 +77,8 @@ func (c *Controller) reviewFor(request *csrpolicy.Request, nodename string, node
 		evidence.Credentials.Record = cmp.Or(evidence.Credentials.Record, c.owners.pin(nodename))
 	}
 
-	subjects, ips := request.Subjects()
-	for _, ip := range ips {
-		subjects = append(subjects, machine.CanonicalAddress(ip))
-	}
-
 	by := newRequester(nodename, node, entry)
-	for _, subject := range subjects {
+	for _, subject := range request.Subjects {
 		if owners := c.owners.of(subject, by); len(owners) > 0 {
 			evidence.Owners[subject] = owners
 		}

@@ -148,7 +148,14 @@ func (s suite) awaitRequest(w worker, what string, matches func(csr *certificate
 
 	return ctest.Await(s, s.requests(), metav1.ListOptions{}, "the kubelet requests a certificate "+what, func(csr *certificatesv1.CertificateSigningRequest) bool {
 		nodename, _ := csrpolicy.Nodename(csr)
-		_, ips := csrpolicy.Parse(csr).Subjects()
+
+		var ips []netip.Addr
+
+		for _, subject := range csrpolicy.Parse(csr).Subjects {
+			if ip, err := netip.ParseAddr(subject); err == nil {
+				ips = append(ips, ip)
+			}
+		}
 
 		return nodename == w.name && matches(csr, ips)
 	})
@@ -179,15 +186,10 @@ func (s suite) awaitIssuedFor(w worker, others ...netip.Addr) *certificatesv1.Ce
 func (s suite) assertListed(csr *certificatesv1.CertificateSigningRequest, w worker) {
 	s.Helper()
 
-	requested, ips := csrpolicy.Parse(csr).Subjects()
-	for _, ip := range ips {
-		requested = append(requested, ip.String())
-	}
-
 	listed := map[string]bool{}
 	for _, a := range s.Node(w.name).Status.Addresses {
 		listed[a.Address] = true
 	}
 
-	assert.ElementsMatch(s, slices.Collect(maps.Keys(listed)), requested)
+	assert.ElementsMatch(s, slices.Collect(maps.Keys(listed)), csrpolicy.Parse(csr).Subjects)
 }
