@@ -230,26 +230,26 @@ func (c *Controller) sync(ctx context.Context, key string) (again time.Duration,
 	services, _ := c.services.List(labels.Everything())
 
 	s := snapshot{services: services, options: c.cfg.Options(), identity: c.cfg.Identity(), selectors: c.decided, endpoints: c.endpoints()}
-	machines, silent := 0, 0 // a machine that has not been reached yet is silent
+	machines, unreachable := 0, 0 // including machines that have not responded yet
 
 	for _, node := range all {
 		entry := c.cfg.Inventory.Get(node.Name)
 		s.nodes = append(s.nodes, candidate{
 			node: node, entry: entry, managed: !entry.ObservedAt.IsZero() && c.cfg.Managed(node, entry.Machine),
-			leaving: isLeaving(entry, time.Now()),
+			stopping: isStopping(entry, time.Now()),
 		})
 
 		if nodespec.IsTalos(node) {
 			machines++
 
 			if entry.Condition != inventory.Current && entry.Condition != inventory.Mismatch {
-				silent++
+				unreachable++
 			}
 		}
 	}
 
 	for i, n := range s.nodes {
-		s.nodes[i].leaving = n.leaving || 2*silent <= machines && c.renewals[n.node.Name].isDown(n.entry)
+		s.nodes[i].stopping = n.stopping || 2*unreachable <= machines && c.renewals[n.node.Name].isDown(n.entry)
 	}
 
 	decisions := s.decide()
@@ -288,7 +288,7 @@ func (c *Controller) endpoints() func(*corev1.Service) []*discoveryv1.EndpointSl
 	}
 }
 
-// checkLeases records renewals. It probes machines that respond as far as is known, and whose kubelets' Leases are overdue.
+// checkLeases records renewals. It probes machines that are Current although their kubelets' Leases are overdue.
 func (c *Controller) checkLeases() {
 	leases, _ := c.leases.List(labels.Everything())
 	renewals := make(map[string]renewal, len(leases)) // without those of deleted Leases

@@ -76,7 +76,7 @@ func TestController_RemovesAddressesOfMachinesThatLeave(t *testing.T) {
 
 	s.inventory.MarkUnreachable("b", "it reboots")
 	s.announce("a", runtime.MachineStageShuttingDown, "192.0.2.1")
-	s.await("web", "192.0.2.1", "192.0.2.2") // both leave: the readiness of the Nodes decides
+	s.await("web", "192.0.2.1", "192.0.2.2") // both stop: the readiness of the Nodes decides
 	s.respond("b", "192.0.2.2")
 	s.await("web", "192.0.2.2")
 }
@@ -95,11 +95,11 @@ func TestController_RemovesAddressesOfMachinesThatLosePower(t *testing.T) {
 
 	renewed := time.Now()
 
-	s.silent.Store("b", true) // all Leases will be overdue
+	s.unreachable.Store("b", true) // all Leases will be overdue
 	s.await("web", "192.0.2.1", "192.0.2.3")
 	t.Logf("removed the address %s after the last renewal", time.Since(renewed))
 
-	s.silent.Delete("b")
+	s.unreachable.Delete("b")
 	s.respond("b", "192.0.2.2")
 	s.await("web", "192.0.2.1", "192.0.2.2", "192.0.2.3")
 	s.inventory.MarkUnreachable("b", "connection timed out")

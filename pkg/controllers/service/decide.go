@@ -166,8 +166,8 @@ type candidate struct {
 	entry inventory.Entry
 	// managed is true if the machine was observed and the configuration selects it.
 	managed bool
-	// leaving is true if the machine has announced that it stops serving, or has probably lost power.
-	leaving bool
+	// stopping is true if the machine has announced that it stops serving, or has probably lost power.
+	stopping bool
 	// addresses are those that Services can have. decide sets them.
 	addresses []address
 	// usesIPVS is true if the machine has the link of kube-proxy in mode IPVS. With the addresses of other Nodes on it, the
@@ -327,7 +327,7 @@ func (s snapshot) decideOne(service *corev1.Service) decision {
 		}
 	}
 
-	r, invalid := s.requestOf(d)
+	r, invalid := s.requirementsOf(d)
 	if invalid != "" {
 		d.ingress = present
 
@@ -367,8 +367,8 @@ func (s snapshot) selectorOf(service *corev1.Service) *nodeSelector {
 	return n
 }
 
-// request contains what a Service requires of Nodes.
-type request struct {
+// requirements are what a Service requires of Nodes.
+type requirements struct {
 	// nodes match the node selector. They are ready, unless no managed one is: then the kubelets probably cannot reach the
 	// API server, and kube-proxy still forwards traffic to the published addresses. kube-controller-manager does not evict
 	// pods in this case, either.
@@ -390,8 +390,8 @@ var addressTypes = map[config.ServiceAddresses][]corev1.NodeAddressType{
 	config.AddressesInternal: {corev1.NodeInternalIP},
 }
 
-// requestOf returns the request of a Service. The problem is empty if the annotations are valid.
-func (s snapshot) requestOf(d decision) (r request, problem string) {
+// requirementsOf returns the requirements of a Service. The problem is empty if the annotations are valid.
+func (s snapshot) requirementsOf(d decision) (r requirements, problem string) {
 	if d.selector.problem != "" {
 		return r, fmt.Sprintf("Annotation %s %s", AnnotationNodeSelector, d.selector.problem)
 	}
@@ -403,13 +403,13 @@ func (s snapshot) requestOf(d decision) (r request, problem string) {
 		setting = config.ServiceAddresses(value)
 	}
 
-	r = request{types: addressTypes[setting], present: sets.New(addresses(service.Status.LoadBalancer.Ingress)...), conflicts: s.conflicts(service)}
+	r = requirements{types: addressTypes[setting], present: sets.New(addresses(service.Status.LoadBalancer.Ingress)...), conflicts: s.conflicts(service)}
 	if r.types == nil {
 		return r, fmt.Sprintf("Annotation %s is %.80q; use %q or %q", AnnotationAddresses, setting, config.AddressesExternal, config.AddressesInternal)
 	}
 
 	r.nodes = filter(s.eligible, func(c *candidate) bool { return d.selector.Matches(labels.Set(c.node.Labels)) })
-	if slices.ContainsFunc(r.nodes, (*candidate).inUse) {
+	if slices.ContainsFunc(r.nodes, (*candidate).available) {
 		r.nodes = filter(r.nodes, (*candidate).ready)
 	}
 
@@ -451,12 +451,12 @@ func (s snapshot) conflicts(service *corev1.Service) map[string]string {
 }
 
 // serves reports whether the Node receives traffic of the IP family.
-func (r request) serves(c *candidate, family corev1.IPFamily) bool {
+func (r requirements) serves(c *candidate, family corev1.IPFamily) bool {
 	return r.serving == nil || r.serving.Has(string(family)+"/"+c.node.Name)
 }
 
 // choose adds the addresses to a decision.
-func (s snapshot) choose(d decision, r request) decision {
+func (s snapshot) choose(d decision, r requirements) decision {
 	families := d.service.Spec.IPFamilies
 
 	var conflicts []string
@@ -464,7 +464,7 @@ func (s snapshot) choose(d decision, r request) decision {
 	for _, family := range families {
 		limit := maxAddresses / len(families)
 
-		free, refused := s.available(d.service, r, family)
+		free, refused := s.freeAddresses(d.service, r, family)
 		if len(free) < limit {
 			conflicts = append(conflicts, refused...)
 		}
@@ -497,10 +497,10 @@ func (s snapshot) choose(d decision, r request) decision {
 }
 
 // explain reports why no Node can receive the traffic of a Service.
-func (s snapshot) explain(d decision, r request) decision {
-	families, nodes := d.service.Spec.IPFamilies, filter(r.nodes, (*candidate).inUse)
+func (s snapshot) explain(d decision, r requirements) decision {
+	families, nodes := d.service.Spec.IPFamilies, filter(r.nodes, (*candidate).available)
 	message := fmt.Sprintf("%d Nodes are managed, eligible and ready (%s), and %d of these match the node selector",
-		len(filter(s.eligible, (*candidate).inUse)), s.excluded, len(nodes))
+		len(filter(s.eligible, (*candidate).available)), s.excluded, len(nodes))
 
 	if r.serving != nil {
 		nodes = filter(nodes, func(c *candidate) bool {
@@ -520,22 +520,22 @@ func (s snapshot) explain(d decision, r request) decision {
 	return d.report(ReasonNoEligibleNodes, "No Node can receive traffic: %s", message)
 }
 
-// available returns what availableOn returns. Machines that leave serve only as long as there is no other address.
-func (s snapshot) available(service *corev1.Service, r request, family corev1.IPFamily) (free []address, refused []string) {
-	staying := r
-	staying.nodes = filter(r.nodes, func(c *candidate) bool { return !c.leaving })
+// freeAddresses returns what freeAddressesOn returns. It prefers machines that are not stopping.
+func (s snapshot) freeAddresses(service *corev1.Service, r requirements, family corev1.IPFamily) (free []address, refused []string) {
+	others := r
+	others.nodes = filter(r.nodes, func(c *candidate) bool { return !c.stopping })
 
-	if free, refused = s.availableOn(service, staying, family); len(free) > 0 {
+	if free, refused = s.freeAddressesOn(service, others, family); len(free) > 0 {
 		return free, refused
 	}
 
-	return s.availableOn(service, r, family)
+	return s.freeAddressesOn(service, r, family)
 }
 
-// availableOn returns the addresses of one IP family that the Service can have, the best first, and a description of each
+// freeAddressesOn returns the addresses of one IP family that the Service can have, the best first, and a description of each
 // address that it would have without an older Service. The addresses that the Service has are the best. The others are
 // in an order that differs between Services, so that Services spread over the Nodes.
-func (s snapshot) availableOn(service *corev1.Service, r request, family corev1.IPFamily) (free []address, refused []string) {
+func (s snapshot) freeAddressesOn(service *corev1.Service, r requirements, family corev1.IPFamily) (free []address, refused []string) {
 	seen := make(sets.Set[string], len(r.nodes))
 
 	for _, c := range r.nodes {
@@ -610,7 +610,7 @@ func (s snapshot) mayPublish(c *candidate, a address) bool {
 
 // addressOf returns the first address of the Node in the IP family that a Service can have, if any. Earlier types are
 // preferred. All addresses of a Node lead to the same machine, so one is enough.
-func (r request) addressOf(c *candidate, family corev1.IPFamily) address {
+func (r requirements) addressOf(c *candidate, family corev1.IPFamily) address {
 	for _, t := range r.types {
 		for _, a := range c.addresses {
 			if a.kind == t && a.ip.Is4() == (family == corev1.IPv4Protocol) && (a.isPublishable || r.present.Has(a.text)) {
@@ -627,9 +627,9 @@ func (c *candidate) ready() bool { return nodespec.IsReady(c.node) }
 // announced are the stages in which a machine stops serving.
 var announced = sets.New(runtime.MachineStageRebooting, runtime.MachineStageUpgrading, runtime.MachineStageShuttingDown, runtime.MachineStageResetting)
 
-// isLeaving reports whether the machine has announced that it stops serving. If it no longer responds, the announcement
+// isStopping reports whether the machine has announced that it stops serving. If it no longer responds, the announcement
 // counts until the Node cannot be ready any more unless its kubelet works.
-func isLeaving(entry inventory.Entry, now time.Time) bool {
+func isStopping(entry inventory.Entry, now time.Time) bool {
 	return announced.Has(entry.Machine.Stage) && (entry.SilentSince.IsZero() || now.Sub(entry.SilentSince) < resyncPeriod)
 }
 
@@ -638,8 +638,8 @@ func (r renewal) isDown(entry inventory.Entry) bool {
 	return r.overdue && entry.Condition == inventory.Unreachable
 }
 
-// inUse reports whether the Node is managed and ready.
-func (c *candidate) inUse() bool { return c.managed && c.ready() }
+// available reports whether the Node is managed and ready.
+func (c *candidate) available() bool { return c.managed && c.ready() }
 
 // excluded reports whether the Node has the exclusion label, with any value.
 func (c *candidate) excluded() bool {

@@ -251,26 +251,26 @@ func TestDecide_EligibleNodes(t *testing.T) {
 	}
 }
 
-func TestDecide_AvoidsLeavingMachines(t *testing.T) {
+func TestDecide_AvoidsStoppingMachines(t *testing.T) {
 	endpoints := func(*corev1.Service) []*discoveryv1.EndpointSlice {
 		return []*discoveryv1.EndpointSlice{{AddressType: discoveryv1.AddressTypeIPv4, Endpoints: []discoveryv1.Endpoint{{NodeName: new("node-0")}}}}
 	}
 
 	for name, test := range map[string]struct {
-		leaving []int
-		service *corev1.Service
-		want    []string
+		stopping []int
+		service  *corev1.Service
+		want     []string
 	}{
 		"one leaves":                         {[]int{0}, newService("s", published("192.0.2.1", "192.0.2.2", "192.0.2.3")), []string{"192.0.2.2", "192.0.2.3"}},
 		"a new Service":                      {[]int{0}, newService("s"), []string{"192.0.2.2", "192.0.2.3"}},
-		"all leave":                          {[]int{0, 1, 2}, newService("s", published("192.0.2.1")), []string{"192.0.2.1", "192.0.2.2", "192.0.2.3"}},
+		"all stop":                           {[]int{0, 1, 2}, newService("s", published("192.0.2.1")), []string{"192.0.2.1", "192.0.2.2", "192.0.2.3"}},
 		"the only one with endpoints leaves": {[]int{0}, newService("s", local, published("192.0.2.1")), []string{"192.0.2.1"}},
 		"the only selected one leaves":       {[]int{0}, newService("s", annotation(AnnotationNodeSelector, "name=node-0")), []string{"192.0.2.1"}},
 	} {
 		t.Run(name, func(t *testing.T) {
 			nodes := candidates(3)
-			for _, i := range test.leaving {
-				nodes[i].leaving = true
+			for _, i := range test.stopping {
+				nodes[i].stopping = true
 			}
 
 			got, reasons := snapshot{identity: known, services: []*corev1.Service{test.service}, nodes: nodes, endpoints: endpoints}.addressesOf("s")
@@ -280,18 +280,18 @@ func TestDecide_AvoidsLeavingMachines(t *testing.T) {
 	}
 }
 
-func TestIsLeaving(t *testing.T) {
-	leaving := map[runtime.MachineStage]bool{
+func TestIsStopping(t *testing.T) {
+	stopping := map[runtime.MachineStage]bool{
 		runtime.MachineStageRebooting: true, runtime.MachineStageUpgrading: true, runtime.MachineStageShuttingDown: true, runtime.MachineStageResetting: true,
 	}
 
 	for _, stage := range runtime.MachineStageValues() {
 		entry := inventory.Entry{Condition: inventory.Current, Machine: machine.Machine{Stage: stage}}
-		assert.Equal(t, leaving[stage], isLeaving(entry, began), stage.String())
+		assert.Equal(t, stopping[stage], isStopping(entry, began), stage.String())
 
 		entry.Condition, entry.SilentSince = inventory.Unreachable, began
-		assert.Equal(t, leaving[stage], isLeaving(entry, began.Add(resyncPeriod-1)), stage.String())
-		assert.False(t, isLeaving(entry, began.Add(resyncPeriod)), stage.String())
+		assert.Equal(t, stopping[stage], isStopping(entry, began.Add(resyncPeriod-1)), stage.String())
+		assert.False(t, isStopping(entry, began.Add(resyncPeriod)), stage.String())
 	}
 }
 

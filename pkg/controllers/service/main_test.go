@@ -41,8 +41,8 @@ type suite struct {
 	inventory *inventory.Inventory
 	identity  atomic.Pointer[csrpolicy.ClusterIdentity]
 	options   atomic.Pointer[config.Service]
-	// silent are machines that accept no connections.
-	silent sync.Map
+	// unreachable are machines that accept no connections.
+	unreachable sync.Map
 	// resync notifies the running controller of changed options; stop ends it after its current pass.
 	resync, stop func()
 }
@@ -71,7 +71,7 @@ func (s *suite) run() {
 	controller, err := service.New(service.Config{
 		Client: i.Client, Nodes: i.Nodes, Inventory: i.Inventory, Recorder: i.Recorder,
 		Probe: func(nodename string) {
-			if _, isSilent := s.silent.Load(nodename); isSilent {
+			if _, isUnreachable := s.unreachable.Load(nodename); isUnreachable {
 				i.Inventory.MarkUnreachable(nodename, "connection timed out")
 			}
 		},
