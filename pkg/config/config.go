@@ -212,7 +212,7 @@ type Lifecycle struct {
 	// DryRun reports verdicts as Events and metrics, but neither taints nor deletes Nodes. It removes earlier taints.
 	DryRun bool `json:"dryRun,omitempty"`
 	// OutOfServiceTaint sets the taint `node.kubernetes.io/out-of-service` on Nodes whose machines announced a shutdown and
-	// have been silent for the grace period. Kubernetes then deletes their pods and detaches their volumes.
+	// have not responded for the grace period. Kubernetes then deletes their pods and detaches their volumes.
 	OutOfServiceTaint bool `json:"outOfServiceTaint,omitempty"`
 	// Discovery also deletes a Node if its machine does not respond and no control-plane machine discovers it. It needs
 	// Talos's discovery service.
@@ -221,8 +221,8 @@ type Lifecycle struct {
 	AbsentPeriod string `default:"1h" json:"absentPeriod,omitempty"`
 }
 
-// Defaults and minimums of the periods of Lifecycle. Kubernetes notices a silent kubelet after 50 s, and the discovery
-// service forgets a machine after 30 minutes (Talos cluster/DiscoveryServiceController).
+// Defaults and minimums of the periods of Lifecycle. Kubernetes notices after 50 s that a kubelet does not respond, and the
+// discovery service forgets a machine after 30 minutes (Talos cluster/DiscoveryServiceController).
 const (
 	DefaultGracePeriod  = 5 * time.Minute
 	MinGracePeriod      = time.Minute

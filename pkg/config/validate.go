@@ -261,7 +261,7 @@ func (v *validator) lifecycle(path *field.Path, file Lifecycle) CompiledLifecycl
 	return CompiledLifecycle{
 		Selector: v.selector(path.Child("selector"), file.Selector, rules.CompileSelector),
 		GracePeriod: v.duration(path.Child("gracePeriod"), file.GracePeriod, DefaultGracePeriod, MinGracePeriod,
-			"since Kubernetes takes most of a minute to notice that a kubelet is silent"),
+			"since Kubernetes takes most of a minute to notice that a kubelet does not respond"),
 		AbsentPeriod: v.duration(path.Child("absentPeriod"), file.AbsentPeriod, DefaultAbsentPeriod, MinAbsentPeriod,
 			"since the discovery service remembers a machine for that time"),
 		DryRun:            file.DryRun,

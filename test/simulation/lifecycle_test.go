@@ -344,7 +344,7 @@ func (c *cluster) identify(kind int, i, other *installation) {
 	}
 }
 
-// kubelets registers and updates Nodes as kubelets do, and marks silent ones as Kubernetes does.
+// kubelets registers and updates Nodes as kubelets do, and marks those that do not respond as Kubernetes does.
 func (c *cluster) kubelets() {
 	for _, i := range c.installations {
 		if !i.on || i.mute || i.stage != talosruntime.MachineStageRunning {
@@ -404,7 +404,7 @@ func (c *cluster) detect() {
 	}
 }
 
-// ends are the stages with which machines announce their end. Their silence does not pause deletions.
+// ends are the stages with which machines announce their end. That they do not respond then does not pause deletions.
 var ends = []talosruntime.MachineStage{talosruntime.MachineStageShuttingDown, talosruntime.MachineStageResetting}
 
 // checkDeletion compares a deletion by the controller with the ground truth.

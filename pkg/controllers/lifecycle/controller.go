@@ -19,7 +19,7 @@
 //
 // # Proof
 //
-// judge decides without I/O. The inventory keeps the last proven view of each machine, even while another machine
+// The function decide does no I/O. The inventory keeps the last proven view of each machine, even while another machine
 // responds at the address. An announcement (resetting, shuttingDown) therefore counts until the machine publishes
 // another stage, or until its kubelet reports another boot ID: Talos always reboots after an announcement.
 //
@@ -119,8 +119,8 @@ const (
 	// deletionWindow is the period in which deletions are limited.
 	deletionWindow = 10 * time.Minute
 
-	// silentPeriod is how long a machine and its kubelet are silent before a Node without proof is reported.
-	silentPeriod = 24 * time.Hour
+	// unresponsivePeriod is how long a machine and its kubelet do not respond before a Node without proof is reported.
+	unresponsivePeriod = 24 * time.Hour
 
 	// missingPeriod is how long a member has no Node before it is reported. Discovery removes a member that announces
 	// nothing for 30 minutes, such as a destroyed machine (defaultDiscoveryTTL in siderolabs/talos), unless the discovery
@@ -308,7 +308,7 @@ func (c *Controller) sync(ctx context.Context, nodename string) (again time.Dura
 	entry := c.config.Inventory.Get(nodename) // once: history and evidence must agree
 	h := c.histories[nodename].after(node, entry, now)
 	e := c.evidence(node, entry, h)
-	v := judge(e, settings)
+	v := decide(e, settings)
 	h.explained = e.moved == "" && (v.shutdown || v.proof == ProofReset || v.proof == ProofScaledDown)
 
 	if h.proof != v.proof {
@@ -322,7 +322,7 @@ func (c *Controller) sync(ctx context.Context, nodename string) (again time.Dura
 	c.histories[nodename] = h
 
 	blocked := c.blocked(node, v, settings, now-h.goneSince-v.period)
-	c.reporter.Report(nodename, node, v.problems(blocked, now-h.heardAt)...)
+	c.reporter.Report(nodename, node, v.problems(blocked, now-h.respondedAt)...)
 
 	if taints := v.taints(node.Spec.Taints, settings, now-h.shutdownSince); !slices.Equal(taints, node.Spec.Taints) {
 		return 0, c.setTaints(ctx, node, taints)
@@ -409,18 +409,18 @@ func reports(node *corev1.Node) bool {
 	return ready != nil && ready.Status != corev1.ConditionUnknown
 }
 
-// problems returns the problems of a Node with this verdict. blocked may be nil. silentFor is how long neither the machine
-// nor its kubelet has responded.
-func (v verdict) problems(blocked *events.Problem, silentFor time.Duration) []events.Problem {
+// problems returns the problems of a Node with this verdict. blocked may be nil. unresponsiveFor is how long neither the
+// machine nor its kubelet has responded.
+func (v verdict) problems(blocked *events.Problem, unresponsiveFor time.Duration) []events.Problem {
 	var list []events.Problem
 
 	switch {
 	case v.shutdown:
 		list = append(list, events.Problem{Reason: ReasonShutdown, Message: "Machine announced that it is shutting down and no longer responds"})
-	case v.proof == "" && silentFor >= silentPeriod:
+	case v.proof == "" && unresponsiveFor >= unresponsivePeriod:
 		list = append(list, events.Problem{
 			Reason:  ReasonSilent,
-			Message: "Machine and kubelet have been silent for a day; delete the node if the machine no longer exists, or enable lifecycle.discovery",
+			Message: "Machine and kubelet have not responded for a day; delete the node if the machine no longer exists, or enable lifecycle.discovery",
 		})
 	}
 
@@ -445,10 +445,10 @@ func (c *Controller) blocked(node *corev1.Node, v verdict, s config.CompiledLife
 		return nil
 	}
 
-	if v.doubt != "" {
+	if v.weakness != "" {
 		return &events.Problem{
 			Reason:  ReasonDeletionPaused,
-			Message: fmt.Sprintf("Node is not deleted, because only the machine reports that it is gone: %s; to delete it, run kubectl delete node %s; %s", v.doubt, node.Name, v.message),
+			Message: fmt.Sprintf("Node is not deleted, because only the machine reports that it is gone: %s; to delete it, run kubectl delete node %s; %s", v.weakness, node.Name, v.message),
 		}
 	}
 
@@ -479,8 +479,9 @@ func (c *Controller) blocked(node *corev1.Node, v verdict, s config.CompiledLife
 	return nil
 }
 
-// count returns the number of managed Nodes, of those with a machine that responds, and of those with a machine whose
-// silence is not explained. unknown is the number of Nodes that may be managed: their machines have never responded.
+// count returns the number of managed Nodes, of those with a machine that responds, and of those with a machine that has
+// stopped responding for an unknown reason. unknown is the number of Nodes that may be managed: their machines have never
+// responded.
 func (c *Controller) count() (managed, responding, unknown, unexplained int) {
 	for _, node := range c.nodes() {
 		entry := c.config.Inventory.Get(node.Name)

@@ -59,7 +59,7 @@ func histories() map[string]history {
 	return map[string]history{
 		"reboot": never(func(w *world) {
 			w.announce("w-1", runtime.MachineStageRebooting)
-			w.silence("w-1")
+			w.powerOff("w-1")
 			w.advance(time.Hour)
 			w.boot("w-1", "w-1", runtime.MachineStageRunning)
 			w.ready("w-1")
@@ -67,13 +67,13 @@ func histories() map[string]history {
 		}),
 		"upgrade": never(func(w *world) {
 			w.announce("w-1", runtime.MachineStageUpgrading)
-			w.silence("w-1")
+			w.powerOff("w-1")
 			w.advance(2 * grace)
 			w.boot("w-1", "w-1", runtime.MachineStageBooting)
 			w.advance(2 * grace)
 		}),
-		"silence": never(func(w *world) {
-			w.silence("w-1")
+		"no response": never(func(w *world) {
+			w.powerOff("w-1")
 			w.advance(2 * time.Hour)
 		}),
 		"not ready": never(func(w *world) {
@@ -82,7 +82,7 @@ func histories() map[string]history {
 		}),
 		"reset": changing(func(w *world, check checkFunc) {
 			w.announce("w-1", runtime.MachineStageResetting)
-			w.silence("w-1")
+			w.powerOff("w-1")
 			w.advance(grace - tick)
 			check("before the grace period has passed", outcome{}, outcome{})
 			w.advance(2 * tick)
@@ -99,7 +99,7 @@ func histories() map[string]history {
 		}),
 		"reset that a machine at another address announces": never(func(w *world) {
 			last := w.entry("w-1").Last
-			w.silence("w-1")
+			w.powerOff("w-1")
 			w.addMachine("impostor")
 			require.NoError(w, w.machines["impostor"].SetIdentity(w.Context(), last.NodeID, last.UUID()))
 			w.rename("impostor", "w-1")
@@ -122,7 +122,7 @@ func histories() map[string]history {
 
 			for name, patch := range restrictions {
 				w.announce(name, runtime.MachineStageResetting)
-				w.silence(name)
+				w.powerOff(name)
 				w.patch(name, patch)
 			}
 
@@ -132,7 +132,7 @@ func histories() map[string]history {
 		}),
 		"reset while the node is ready": never(func(w *world) {
 			w.announce("w-1", runtime.MachineStageResetting)
-			w.silence("w-1")
+			w.powerOff("w-1")
 			w.ready("w-1")
 			w.advance(2 * grace)
 		}),
@@ -143,15 +143,15 @@ func histories() map[string]history {
 		}),
 		"reset of some partitions, then a crash": never(func(w *world) {
 			w.announce("w-1", runtime.MachineStageResetting)
-			w.silence("w-1")
+			w.powerOff("w-1")
 			w.advance(grace - tick)
 			w.boot("w-1", "w-1", runtime.MachineStageBooting)
-			w.silence("w-1")
+			w.powerOff("w-1")
 			w.advance(time.Hour)
 		}),
 		"node re-created": never(func(w *world) {
 			w.announce("w-1", runtime.MachineStageResetting)
-			w.silence("w-1")
+			w.powerOff("w-1")
 			w.advance(grace - tick)
 			w.Remove(w.node("w-1"))
 			w.register("w-1", w.machines["w-1"].Address())
@@ -160,7 +160,7 @@ func histories() map[string]history {
 		}),
 		"power off for an hour": changing(func(w *world, check checkFunc) {
 			w.announce("w-1", runtime.MachineStageShuttingDown)
-			w.silence("w-1")
+			w.powerOff("w-1")
 			w.waitForIdle()
 			check("at once", outcome{shutdown: []string{"w-1"}}, outcome{shutdown: []string{"w-1"}})
 			w.advance(time.Hour)
@@ -171,7 +171,7 @@ func histories() map[string]history {
 		}),
 		"power off, leader change, and on": changing(func(w *world, check checkFunc) {
 			w.announce("w-1", runtime.MachineStageShuttingDown)
-			w.silence("w-1")
+			w.powerOff("w-1")
 			w.advance(2 * grace)
 			w.lead()
 			w.await("w-1", inventory.Unreachable)
@@ -183,7 +183,7 @@ func histories() map[string]history {
 		}),
 		"reset, and back while the controller cannot see it": never(func(w *world) {
 			w.announce("w-1", runtime.MachineStageResetting)
-			w.silence("w-1")
+			w.powerOff("w-1")
 			w.advance(grace - tick)
 			w.booted("w-1")
 			w.waitForIdle()
@@ -200,14 +200,14 @@ func histories() map[string]history {
 		}),
 		"leader change in the middle": never(func(w *world) {
 			w.announce("w-1", runtime.MachineStageResetting)
-			w.silence("w-1")
+			w.powerOff("w-1")
 			w.advance(grace - tick)
 			w.lead()
 			w.await("w-1", inventory.Unreachable)
 			w.advance(time.Hour)
 		}),
 		"instance re-created under its name": never(func(w *world) {
-			w.silence("w-1")
+			w.powerOff("w-1")
 			w.advance(grace)
 			require.NoError(w, w.machines["w-1"].SetIdentity(w.Context(), rand.Text(), newUUID()))
 			w.boot("w-1", "w-1", runtime.MachineStageRunning)
@@ -216,7 +216,7 @@ func histories() map[string]history {
 			w.advance(grace)
 		}),
 		"address taken by another machine": changing(func(w *world, check checkFunc) {
-			w.silence("w-1")
+			w.powerOff("w-1")
 			w.advance(grace)
 			require.NoError(w, w.machines["w-1"].SetIdentity(w.Context(), rand.Text(), newUUID()))
 			w.rename("w-1", "w-9")
@@ -261,7 +261,7 @@ func histories() map[string]history {
 			w.advance(2 * grace)
 		}),
 		"clone of the disk": never(func(w *world) {
-			w.silence("w-1")
+			w.powerOff("w-1")
 			node := w.entry("w-1").Last
 			w.addMachine("clone")
 			require.NoError(w, w.machines["clone"].SetIdentity(w.Context(), node.NodeID, newUUID()))
@@ -271,7 +271,7 @@ func histories() map[string]history {
 			w.advance(time.Hour)
 		}),
 		"same identity with a new name at another address": never(func(w *world) {
-			w.silence("w-1")
+			w.powerOff("w-1")
 			last := w.entry("w-1").Last
 			w.addMachine("new")
 			require.NoError(w, w.machines["new"].SetIdentity(w.Context(), last.NodeID, last.UUID()))
@@ -282,8 +282,8 @@ func histories() map[string]history {
 		}),
 		"swap of two addresses": never(func(w *world) {
 			one, two := w.entry("w-1").Last, w.entry("w-2").Last
-			w.silence("w-1")
-			w.silence("w-2")
+			w.powerOff("w-1")
+			w.powerOff("w-2")
 			require.NoError(w, w.machines["w-1"].SetIdentity(w.Context(), two.NodeID, two.UUID()))
 			require.NoError(w, w.machines["w-2"].SetIdentity(w.Context(), one.NodeID, one.UUID()))
 			w.rename("w-1", "w-2")
@@ -304,7 +304,7 @@ func histories() map[string]history {
 			w.announce("w-1", runtime.MachineStageResetting)
 
 			for _, name := range []string{"w-1", "w-2", "w-3"} {
-				w.silence(name)
+				w.powerOff(name)
 			}
 
 			w.advance(time.Hour)
@@ -317,11 +317,11 @@ func histories() map[string]history {
 		"end of most machines": changing(func(w *world, check checkFunc) {
 			off := []string{"w-2", "w-3", "w-4"}
 			w.announce("w-1", runtime.MachineStageResetting)
-			w.silence("w-1")
+			w.powerOff("w-1")
 
 			for _, name := range off {
 				w.announce(name, runtime.MachineStageShuttingDown)
-				w.silence(name)
+				w.powerOff(name)
 			}
 
 			w.advance(grace + tick)
@@ -329,7 +329,7 @@ func histories() map[string]history {
 		}),
 		"clock jump": changing(func(w *world, check checkFunc) {
 			w.announce("w-1", runtime.MachineStageResetting)
-			w.silence("w-1")
+			w.powerOff("w-1")
 			w.waitForIdle()
 			w.clock.Step(24 * time.Hour)
 			w.waitForIdle()
@@ -350,7 +350,7 @@ func histories() map[string]history {
 			check("after the grace period", deleted("w-1"), deleted("w-1"))
 		}),
 		"absent from discovery": changing(func(w *world, check checkFunc) {
-			w.silence("w-1")
+			w.powerOff("w-1")
 			w.leave("w-1")
 			w.advance(absent - tick)
 			check("before the period has passed", outcome{}, outcome{})
@@ -360,7 +360,7 @@ func histories() map[string]history {
 		"absent from discovery, but the node is ready or the machine responds": never(func(w *world) {
 			w.leave("w-1")
 			w.leave("w-2")
-			w.silence("w-1")
+			w.powerOff("w-1")
 			w.ready("w-1")
 			w.notReady("w-2")
 			w.advance(absent + grace)
@@ -368,10 +368,10 @@ func histories() map[string]history {
 		"node that is not selected": never(func(w *world) {
 			w.patch("w-1", `{"metadata":{"labels":{"unmanaged":"true"}}}`)
 			w.announce("w-1", runtime.MachineStageResetting)
-			w.silence("w-1")
+			w.powerOff("w-1")
 			w.announce("w-2", runtime.MachineStageShuttingDown)
 			w.patch("w-2", `{"metadata":{"labels":{"unmanaged":"true"}}}`)
-			w.silence("w-2")
+			w.powerOff("w-2")
 			w.advance(2 * grace)
 		}),
 	}
@@ -432,7 +432,7 @@ func TestController_LimitsDeletionsAcrossLeaders(t *testing.T) {
 	for _, name := range []string{"w-1", "w-2"} {
 		w.await(name, inventory.Current)
 		w.announce(name, runtime.MachineStageResetting)
-		w.silence(name)
+		w.powerOff(name)
 	}
 
 	w.advance(3 * time.Minute)
@@ -445,7 +445,7 @@ func TestController_LimitsDeletionsAcrossLeaders(t *testing.T) {
 	w.lead()
 	w.await("w-3", inventory.Current)
 	w.announce("w-3", runtime.MachineStageResetting)
-	w.silence("w-3")
+	w.powerOff("w-3")
 	w.advance(3 * time.Minute)
 	w.expect("within ten minutes", deleted(first...))
 	w.advance(8 * time.Minute)
@@ -461,7 +461,7 @@ func TestController_ReportsMachineWithoutProofAfterADay(t *testing.T) {
 
 	w := newWorld(t, byDefault, workers(4)...)
 	w.await("w-1", inventory.Current)
-	w.silence("w-1")
+	w.powerOff("w-1")
 	w.advance(23 * time.Hour)
 	require.Empty(t, w.events(lifecycle.ReasonSilent))
 	w.advance(2 * time.Hour)
@@ -475,7 +475,7 @@ func TestController_ReportsMemberWithoutNode(t *testing.T) {
 	w := newWorld(t, optIn, workers(4)...)
 	w.await("w-1", inventory.Current)
 	w.discover(controlPlane, "w-2", "w-3", "w-4")
-	w.silence("w-1")
+	w.powerOff("w-1")
 	w.leave("w-1")
 	w.advance(absent + tick)
 	w.expect("while the machine is cut off", deleted("w-1"))
@@ -547,7 +547,7 @@ func TestController_KeepsOutOfServiceTaintOfOthers(t *testing.T) {
 	w.patch("w-1", fmt.Sprintf(`{"spec":{"taints":[{"key":%q,"value":"nodeshutdown","effect":"NoExecute"}]}}`, corev1.TaintNodeOutOfService))
 	w.await("w-1", inventory.Current)
 	w.announce("w-1", runtime.MachineStageShuttingDown)
-	w.silence("w-1")
+	w.powerOff("w-1")
 	w.advance(2 * grace)
 	w.boot("w-1", "w-1", runtime.MachineStageRunning)
 	w.ready("w-1")
@@ -563,11 +563,11 @@ func TestController_RecordsResetOfItsOwnMachine(t *testing.T) {
 		after    func(w *world)
 		want     outcome
 	}{
-		"reset":                   {byDefault, runtime.MachineStageResetting, func(*world) {}, deleted("w-1")},
-		"shutdown":                {byDefault, runtime.MachineStageShuttingDown, func(*world) {}, outcome{}},
-		"dry run":                 {dryRun, runtime.MachineStageResetting, func(*world) {}, outcome{}},
-		"boot before the silence": {byDefault, runtime.MachineStageResetting, func(w *world) { w.booted("w-1"); w.notReady("w-1") }, outcome{}},
-		"kubelet that reports":    {byDefault, runtime.MachineStageResetting, func(w *world) { w.SetReady(w.node("w-1"), corev1.ConditionFalse) }, outcome{}},
+		"reset":                         {byDefault, runtime.MachineStageResetting, func(*world) {}, deleted("w-1")},
+		"shutdown":                      {byDefault, runtime.MachineStageShuttingDown, func(*world) {}, outcome{}},
+		"dry run":                       {dryRun, runtime.MachineStageResetting, func(*world) {}, outcome{}},
+		"boot before the last response": {byDefault, runtime.MachineStageResetting, func(w *world) { w.booted("w-1"); w.notReady("w-1") }, outcome{}},
+		"kubelet that reports":          {byDefault, runtime.MachineStageResetting, func(w *world) { w.SetReady(w.node("w-1"), corev1.ConditionFalse) }, outcome{}},
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
@@ -626,7 +626,7 @@ func TestController_KeepsNodeWhoseKubeletReportsNotReady(t *testing.T) {
 	}
 
 	w.announce("w-1", runtime.MachineStageResetting)
-	w.silence("w-1")
+	w.powerOff("w-1")
 	w.advance(grace - tick)
 	w.SetReady(w.node("w-1"), corev1.ConditionFalse)
 	w.advance(3 * tick)
@@ -664,7 +664,7 @@ func TestController_KeepsNodeThatChangesDuringDeletion(t *testing.T) {
 			w.mu.Unlock()
 
 			w.announce("w-1", runtime.MachineStageResetting)
-			w.silence("w-1")
+			w.powerOff("w-1")
 			w.advance(2 * grace)
 			ctest.Receive(w, changed, "the node has changed")
 			w.waitForIdle()

@@ -47,8 +47,8 @@ type history struct {
 	bootID string
 	// known is the machine as it was when it responded first.
 	known machine.Machine
-	// heardAt is when the machine last responded or its kubelet last reported.
-	heardAt time.Duration
+	// respondedAt is when the machine last responded or its kubelet last reported.
+	respondedAt time.Duration
 	// proof has held since goneSince without interruption; empty if there is none.
 	proof     Proof
 	goneSince time.Duration
@@ -63,7 +63,7 @@ type history struct {
 // after returns the history after an observation. It starts over for a new Node of the same name.
 func (h history) after(node *corev1.Node, entry inventory.Entry, now time.Duration) history {
 	if h.uid != node.UID {
-		h = history{uid: node.UID, bootID: node.Status.NodeInfo.BootID, heardAt: now}
+		h = history{uid: node.UID, bootID: node.Status.NodeInfo.BootID, respondedAt: now}
 	}
 
 	if h.known.Nodename == "" {
@@ -75,7 +75,7 @@ func (h history) after(node *corev1.Node, entry inventory.Entry, now time.Durati
 	}
 
 	if entry.Condition == inventory.Current || reports(node) {
-		h.heardAt = now
+		h.respondedAt = now
 	}
 
 	return h

@@ -290,8 +290,8 @@ func (w *world) stop(name string) {
 	w.await(name, inventory.Unreachable)
 }
 
-// silence stops a machine and its kubelet.
-func (w *world) silence(name string) {
+// powerOff stops a machine and its kubelet.
+func (w *world) powerOff(name string) {
 	w.Helper()
 	w.stop(name)
 	w.notReady(name)

@@ -8,5 +8,5 @@ var (
 		ProofReset, ProofScaledDown, ProofRenamed, ProofDiscovery)
 
 	affectedNodes = metric.NewGaugeVec("talosccm_lifecycle_nodes",
-		"Number of Nodes that are shut down, silent, missing, gone or not deleted, by the reason of their Event.", "reason")
+		"Number of Nodes that are shut down, unresponsive, missing, gone or not deleted, by the reason of their Event.", "reason")
 )

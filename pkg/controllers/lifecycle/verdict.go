@@ -64,13 +64,13 @@ type verdict struct {
 	proof   Proof
 	message string
 	period  time.Duration
-	// doubt is why the proof does not suffice, if only the machine reports that it is gone; empty if it suffices.
-	doubt string
+	// weakness is why the proof does not suffice: only the machine itself reports that it is gone. Empty if it suffices.
+	weakness string
 }
 
-// judge returns the verdict. A machine is not gone while it responds under its nodename, whatever stage it announces, or
+// decide returns the verdict. A machine is not gone while it responds under its nodename, whatever stage it announces, or
 // while its kubelet reports.
-func judge(e evidence, s config.CompiledLifecycle) verdict {
+func decide(e evidence, s config.CompiledLifecycle) verdict {
 	last, responds := e.entry.Last, e.entry.Condition == inventory.Current
 
 	switch {
@@ -83,8 +83,8 @@ func judge(e evidence, s config.CompiledLifecycle) verdict {
 	v := e.announced()
 	v.shutdown, v.period = last.Stage == runtime.MachineStageShuttingDown && !e.booted && e.moved == "", s.GracePeriod
 
-	if (v.proof == "" || v.doubt != "") && s.Discovery && e.absent != "" && e.entry.Condition != inventory.Unknown {
-		v.proof, v.period, v.doubt = ProofDiscovery, s.AbsentPeriod, ""
+	if (v.proof == "" || v.weakness != "") && s.Discovery && e.absent != "" && e.entry.Condition != inventory.Unknown {
+		v.proof, v.period, v.weakness = ProofDiscovery, s.AbsentPeriod, ""
 		v.message = "machine does not respond and is not a discovered member of the cluster: " + e.absent
 	}
 
@@ -99,10 +99,10 @@ func (e evidence) announced() (v verdict) {
 	case e.scaledDown && e.entry.Condition != inventory.Unknown:
 		v.proof, v.message = ProofScaledDown, "machine does not respond, and Cluster Autoscaler has marked the node for deletion"
 	case last.Stage == runtime.MachineStageResetting && !e.booted, e.recorded && last.Nodename == "" && e.entry.Condition != inventory.Unknown:
-		v.proof, v.doubt = ProofReset, cmp.Or(e.moved, e.restricted)
+		v.proof, v.weakness = ProofReset, cmp.Or(e.moved, e.restricted)
 		v.message = fmt.Sprintf("machine (%s) announced that it is being reset and no longer responds", last.Identity())
 	case e.renamedTo != "":
-		v.proof, v.doubt = ProofRenamed, e.restricted
+		v.proof, v.weakness = ProofRenamed, e.restricted
 		v.message = fmt.Sprintf("machine (%s) responds with nodename %q now", last.Identity(), e.renamedTo)
 	}
 

@@ -10,11 +10,11 @@ import (
 )
 
 // A machine that moved to another address is still discovered, even if another machine responds at its old address.
-func TestJudge_AbsenceIsProofIfMachineDoesNotRespond(t *testing.T) {
+func TestDecide_AbsenceIsProofIfMachineDoesNotRespond(t *testing.T) {
 	for condition, want := range map[inventory.Condition]Proof{
 		inventory.Unreachable: ProofDiscovery, inventory.Mismatch: ProofDiscovery, inventory.Unknown: "", inventory.Current: "",
 	} {
-		got := judge(evidence{entry: inventory.Entry{Condition: condition}, absent: "not seen"}, config.CompiledLifecycle{Discovery: true})
+		got := decide(evidence{entry: inventory.Entry{Condition: condition}, absent: "not seen"}, config.CompiledLifecycle{Discovery: true})
 		assert.Equal(t, want, got.proof, condition)
 	}
 }

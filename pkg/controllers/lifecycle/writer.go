@@ -85,7 +85,7 @@ func (c *Controller) delete(ctx context.Context, node *corev1.Node, v verdict, s
 		return fmt.Errorf("record deletion of node %s: %w", node.Name, err)
 	}
 
-	if now := judge(c.evidence(live, c.config.Inventory.Get(node.Name), c.histories[node.Name]), s); now.proof != v.proof || now.doubt != "" {
+	if now := decide(c.evidence(live, c.config.Inventory.Get(node.Name), c.histories[node.Name]), s); now.proof != v.proof || now.weakness != "" {
 		return nil
 	}
 
