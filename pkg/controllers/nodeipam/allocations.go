@@ -136,10 +136,10 @@ func (a *allocations) resolve(nodename string, node *corev1.Node) (blocks []neti
 	return known.blocks, !isKnown || !known.written
 }
 
-// allocate allocates a block for each of the requests. If one request cannot be met, it allocates nothing and returns
+// allocate allocates a block of each IP family. If one has no source with a free block, it allocates nothing and returns
 // the reason. It also allocates nothing, without a reason, if blocks of the Node were recorded after resolve: the change
 // of the Node has queued it again.
-func (a *allocations) allocate(node *corev1.Node, requests []request) ([]netip.Prefix, *events.Problem) {
+func (a *allocations) allocate(node *corev1.Node, sources []familySources) ([]netip.Prefix, *events.Problem) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 
@@ -149,7 +149,7 @@ func (a *allocations) allocate(node *corev1.Node, requests []request) ([]netip.P
 
 	var blocks []netip.Prefix
 
-	for _, r := range requests {
+	for _, r := range sources {
 		var (
 			block netip.Prefix
 			found bool

@@ -63,7 +63,7 @@ func newSource(t *testing.T, cidr string, bits int) source {
 func (s *suite) mustAllocate(node *corev1.Node) string {
 	s.Helper()
 
-	blocks, condition := s.allocate(node, []request{{family: ipv4, sources: []source{s.source}}})
+	blocks, condition := s.allocate(node, []familySources{{family: ipv4, sources: []source{s.source}}})
 	require.Nil(s, condition)
 
 	return blocks[0].String()
@@ -231,7 +231,7 @@ func TestAllocations_AllocateAllOrNothing(t *testing.T) {
 			s.wantResolved(node, true)
 			s.record(version("a", "1", 10, "10.0.0.0/24")) // the handlers are behind the cache
 
-			blocks, condition := s.allocate(node, []request{{family: ipv4, sources: []source{s.source}}})
+			blocks, condition := s.allocate(node, []familySources{{family: ipv4, sources: []source{s.source}}})
 			assert.Empty(s, blocks)
 			assert.Nil(s, condition)
 			s.want(1)
@@ -242,8 +242,8 @@ func TestAllocations_AllocateAllOrNothing(t *testing.T) {
 			none := newSource(s.T, "fd00::/64", 64)
 			s.reserve("owner", prefixes("fd00::1/128"))
 
-			requests := []request{{family: ipv4, sources: []source{s.source}}, {family: ipv6, sources: []source{none}}}
-			_, condition := s.allocate(version("a", "1", 10), requests)
+			sources := []familySources{{family: ipv4, sources: []source{s.source}}, {family: ipv6, sources: []source{none}}}
+			_, condition := s.allocate(version("a", "1", 10), sources)
 			assert.Equal(s, ReasonExhausted, reasonOf(condition))
 			s.want(0)
 		}},
@@ -293,15 +293,15 @@ func TestAllocations_CountPodCIDRsUpToAQuarter(t *testing.T) {
 		}
 
 		p := assignment{node: version("0", "0", 10, test.podCIDRs[0]), options: Options{ClusterCIDRs: prefixes(test.pool), MaskSizeIPv4: test.size}}
-		requests, condition := p.requests()
+		sources, condition := p.sourcesByFamily()
 		require.Nil(t, condition, test.name)
 
-		total := a.stats(requests[0].sources[0])
+		total := a.stats(sources[0].sources[0])
 
-		blocks, condition := a.allocate(version("new", "new", 50), requests)
+		blocks, condition := a.allocate(version("new", "new", 50), sources)
 		if condition == nil {
 			assert.Equal(t, prefixes(test.want), blocks, test.name)
-			assert.Equal(t, total.Free-1, a.stats(requests[0].sources[0]).Free, test.name)
+			assert.Equal(t, total.Free-1, a.stats(sources[0].sources[0]).Free, test.name)
 		} else {
 			assert.Equal(t, test.want, condition.Reason, test.name)
 			assert.Zero(t, total.Free, test.name)

@@ -203,8 +203,8 @@ const (
 	minKCMBits = 4
 )
 
-// request asks for a block of one IP family, from the first source that has a free block.
-type request struct {
+// familySources are the sources of a block of one IP family. The first one with a free block is used.
+type familySources struct {
 	family  corev1.IPFamily
 	sources []source
 }
@@ -234,8 +234,8 @@ type assignment struct {
 	now      time.Time
 }
 
-// managed reports whether the Node is managed, or returns a problem if that depends on a machine that does not respond.
-func (a assignment) managed() (bool, *events.Problem) {
+// selected reports whether the Node is selected, or returns a problem if that depends on a machine that does not respond.
+func (a assignment) selected() (bool, *events.Problem) {
 	if a.selector == nil {
 		return true, nil
 	}
@@ -268,10 +268,10 @@ func (a assignment) machineUnavailable() *events.Problem {
 	return newProblem(ReasonMachineUnknown, "Waiting for the Talos API of the machine (%s)", detail)
 }
 
-// requests returns one request for each IP family, in the order of podCIDRs; none for a Node that is not managed. It
+// sourcesByFamily returns one entry for each IP family, in the order of podCIDRs; none for a Node that is not selected. It
 // returns a problem if the Node has to wait. podCIDRs cannot be changed once set, so nothing is guessed.
-func (a assignment) requests() ([]request, *events.Problem) {
-	if managed, problem := a.managed(); problem != nil || !managed {
+func (a assignment) sourcesByFamily() ([]familySources, *events.Problem) {
+	if selected, problem := a.selected(); problem != nil || !selected {
 		return nil, problem
 	}
 
@@ -284,22 +284,22 @@ func (a assignment) requests() ([]request, *events.Problem) {
 		return nil, problem
 	}
 
-	var requests []request
+	var sources []familySources
 
 	for _, f := range a.families(pool) {
-		r, problem := a.request(pool, f)
+		r, problem := a.sourcesOf(pool, f)
 		if problem != nil {
 			return nil, problem
 		}
 
-		requests = append(requests, r)
+		sources = append(sources, r)
 	}
 
-	if len(requests) == 0 {
+	if len(sources) == 0 {
 		return nil, newProblem(ReasonClusterCIDRMissing, "No cluster CIDRs are configured; set --cluster-cidr, or cluster.network.podSubnets in Talos")
 	}
 
-	return requests, nil
+	return sources, nil
 }
 
 // families returns the IP families of the podCIDRs of a pool's Nodes, in order.
@@ -337,14 +337,14 @@ func (a assignment) pool() (Pool, *events.Problem) {
 	return a.pools[i], nil
 }
 
-func (a assignment) request(pool Pool, f corev1.IPFamily) (request, *events.Problem) {
+func (a assignment) sourcesOf(pool Pool, f corev1.IPFamily) (familySources, *events.Problem) {
 	name, cidrs, size := pool.Name, ofFamily(pool.CIDRs, f), a.options.maskSize(pool, f)
 
 	if len(cidrs) == 0 {
 		if f == ipv6 && a.options.Allocator == CloudAllocator {
 			s, problem := a.machineSource(pool)
 			if problem == nil || problem.Reason != ReasonPrefixMissing || !a.fallsBack() {
-				return request{family: f, sources: []source{s}}, problem
+				return familySources{family: f, sources: []source{s}}, problem
 			}
 		}
 
@@ -354,16 +354,16 @@ func (a assignment) request(pool Pool, f corev1.IPFamily) (request, *events.Prob
 	if pool.BlockSizeAuto && f == ipv4 {
 		var known bool
 		if size, known = maskSizeFor(a.node); !known {
-			return request{}, newProblem(ReasonMaxPodsUnknown, "Waiting for the kubelet to report a pod capacity between 1 and %d", maxPods)
+			return familySources{}, newProblem(ReasonMaxPodsUnknown, "Waiting for the kubelet to report a pod capacity between 1 and %d", maxPods)
 		}
 	}
 
-	r := request{family: f}
+	r := familySources{family: f}
 
 	for _, cidr := range cidrs {
 		s, err := a.source(name, cidr, size)
 		if err != nil {
-			return request{}, newProblem(ReasonPrefixTooSmall, "Pool %q: %v", name, err)
+			return familySources{}, newProblem(ReasonPrefixTooSmall, "Pool %q: %v", name, err)
 		}
 
 		r.sources = append(r.sources, s)
@@ -450,8 +450,8 @@ func (a assignment) unusable() *events.Problem {
 func (a assignment) mismatches() (problems []*events.Problem) {
 	podCIDRs, _ := podCIDRs(a.node)
 
-	managed, problem := a.managed()
-	if problem != nil || !managed || !nodespec.IsTalos(a.node) || len(podCIDRs) == 0 {
+	selected, problem := a.selected()
+	if problem != nil || !selected || !nodespec.IsTalos(a.node) || len(podCIDRs) == 0 {
 		return nil
 	}
 

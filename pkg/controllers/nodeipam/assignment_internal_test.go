@@ -73,11 +73,11 @@ func tainted(node *corev1.Node) *corev1.Node {
 	return node
 }
 
-// summary formats requests, such as "cluster 10.0.0.0/16→24, machine 2001:db8::/64→80".
-func summary(requests []request) string {
+// summary formats sources, such as "cluster 10.0.0.0/16→24, machine 2001:db8::/64→80".
+func summary(sources []familySources) string {
 	var parts []string
 
-	for _, r := range requests {
+	for _, r := range sources {
 		text := r.sources[0].name
 		for _, s := range r.sources {
 			text += " " + strings.NewReplacer(" (/", "→", " blocks)", "").Replace(s.String())
@@ -118,7 +118,7 @@ func TestAssignment_RequestsBlocksOfEachFamily(t *testing.T) {
 		name         string
 		clusterCIDRs []netip.Prefix
 		assignment   assignment
-		want         string // requests, or a reason
+		want         string // sources, or a reason
 	}{
 		{"each family of the cluster CIDRs, in their order", prefixes("fd00::/48", "10.0.0.0/16"), assignment{}, "cluster fd00::/48→80, cluster 10.0.0.0/16→24"},
 		{"a second CIDR of a family continues the first", prefixes("10.0.0.0/16", "10.9.0.0/16"), assignment{}, "cluster 10.0.0.0/16→24 10.9.0.0/16→24"},
@@ -151,8 +151,8 @@ func TestAssignment_RequestsBlocksOfEachFamily(t *testing.T) {
 			a.node = running("")
 		}
 
-		requests, problem := a.requests()
-		assert.Equal(t, test.want, summary(requests)+reasonOf(problem), test.name)
+		sources, problem := a.sourcesByFamily()
+		assert.Equal(t, test.want, summary(sources)+reasonOf(problem), test.name)
 	}
 }
 

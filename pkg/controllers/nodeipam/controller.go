@@ -265,22 +265,22 @@ func (c *Controller) sync(ctx context.Context, key string) (again time.Duration,
 // assign allocates blocks for a Node and writes them. It writes blocks again that were allocated before, if the result of
 // that write is not known.
 func (c *Controller) assign(ctx context.Context, a assignment, blocks []netip.Prefix) error {
-	requests, problem := a.requests()
+	sources, problem := a.sourcesByFamily()
 
-	if len(requests) > 0 && len(blocks) == 0 {
+	if len(sources) > 0 && len(blocks) == 0 {
 		// Here too, because a refresh may be late.
 		c.allocations.reserve("services", a.options.ServiceCIDRs)
 
-		blocks, problem = c.allocations.allocate(a.node, requests)
+		blocks, problem = c.allocations.allocate(a.node, sources)
 	}
 
-	if len(requests) == 0 || len(blocks) == 0 {
+	if len(sources) == 0 || len(blocks) == 0 {
 		c.report(a.node, problem)
 
 		return nil
 	}
 
-	return c.write(ctx, a.node, blocks, requests)
+	return c.write(ctx, a.node, blocks, sources)
 }
 
 // effectiveOptions returns the options with the CIDRs of the control plane filled in, and a problem if blocks cannot be
@@ -331,7 +331,7 @@ func (c *Controller) effectiveOptions(network *controlplane.Network) (Options, *
 
 // write sets podCIDR and podCIDRs in one patch. The patch contains UID and resourceVersion of the Node that the blocks
 // were allocated for, so it cannot change a later version, or a new Node of the same name.
-func (c *Controller) write(ctx context.Context, node *corev1.Node, blocks []netip.Prefix, requests []request) error {
+func (c *Controller) write(ctx context.Context, node *corev1.Node, blocks []netip.Prefix, sources []familySources) error {
 	if err := ctx.Err(); err != nil {
 		return err
 	}
@@ -374,7 +374,7 @@ func (c *Controller) write(ctx context.Context, node *corev1.Node, blocks []neti
 	c.report(node, nil)
 	klog.FromContext(ctx).Info("Assigned pod CIDRs", "podCIDRs", podCIDRs)
 
-	for _, r := range requests {
+	for _, r := range sources {
 		allocationsTotal.WithLabelValues(r.sources[0].name, string(r.family)).Inc()
 	}
 
