@@ -3,7 +3,7 @@
 // names and addresses of the API server. No machine gets addresses of Services or pods.
 //
 // It is part of the pure core: a CertificateSigningRequest and Evidence in, a Verdict with all reasons out. It performs
-// no lookups, reads no clock and never writes a condition. In doubt it does not approve.
+// no lookups, reads no clock and never writes a condition. It approves nothing without evidence.
 //
 // A denial is final. Review therefore denies a request only for these reasons:
 //   - The request is malformed, or breaks the rules of the signer kubernetes.io/kubelet-serving or Policy.MaxExpiration.

@@ -133,7 +133,7 @@ type Taint struct {
 	Enforce bool
 }
 
-// Problem is a value that cannot be set, or that is doubtful.
+// Problem is a value that cannot be set, or that is probably wrong.
 type Problem struct {
 	// Rule is the name of the rule that set the value; empty if the machine reported it.
 	Rule string

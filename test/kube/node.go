@@ -55,7 +55,7 @@ type NodeSpec struct {
 // --cloud-provider=external registers it: tainted as uninitialized, with the provided node IPs as annotation and as
 // addresses.
 //
-// The request is sent with [Cluster.KubeletConfig], so that authorization and admission judge it as the kubelet's.
+// The request is sent with [Cluster.KubeletConfig], so that authorization and admission treat it as the kubelet's.
 func (c *Cluster) RegisterNode(ctx context.Context, spec NodeSpec) (*corev1.Node, error) {
 	kubelet := corev1client.NewForConfigOrDie(c.KubeletConfig(spec.Name)) // clients of all groups cost a millisecond
 
