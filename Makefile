@@ -201,15 +201,15 @@ docs: ## Check all links, commands and YAML blocks in the documentation.
 .PHONY: test
 test: node-assets ## Run go vet and the tests that need only Go, with a real API server.
 	@$(PROGRESS) "Running go vet, which compiles what the tests need" $(GO) vet ./...
-	@list=$(call packages,-v '^[^ ]*/(packaging/image|test/chart) '); .ci/heartbeat "Testing" $(go_test) $$list
+	@list=$(call packages,-v '^[^ ]*/(packaging/image|test/chart|test/docs/patches) '); .ci/heartbeat "Testing" $(go_test) $$list
 	@$(PROGRESS) "Running go vet on the benchmark" $(GO) -C test/bench vet .
 	@.ci/heartbeat "Testing the benchmark" $(GO) -C test/bench test -vet=off -count=1 -timeout $(TEST_TIMEOUT) .
 
 # Build first: without a build cache the build exceeds the timeout of packaging/image, whose tests need the binaries. The
 # command for macOS is left to releases: code that only Linux compiles fails for Windows, too.
 .PHONY: check
-check: lint race build $(ARTIFACTS)/talos-ccm-windows-amd64.exe $(HELM) ## Run what `make test` leaves out: linters, race detector, other architectures, images, chart and monitoring.
-	@.ci/heartbeat "Testing images and chart" $(go_test) ./packaging/image ./test/chart
+check: lint race build $(ARTIFACTS)/talos-ccm-windows-amd64.exe $(HELM) ## Run what `make test` leaves out: linters, race detector, other architectures, images, chart, patches in the documentation and monitoring.
+	@.ci/heartbeat "Testing images, chart and patches" $(go_test) ./packaging/image ./test/chart ./test/docs/patches
 	@$(PROGRESS) "Running go vet on the tests of alerts and dashboard, which compiles Prometheus" $(GO) -C test/monitoring/prometheus vet .
 	@.ci/heartbeat "Testing alerts and dashboard" $(GO) -C test/monitoring/prometheus test -vet=off -count=1 -timeout $(TEST_TIMEOUT) .
 

@@ -50,8 +50,8 @@ func (c *checker) checkAddress(ip netip.Addr) {
 		// Talos keeps each address of a control-plane machine in the certificate until the machine reboots
 		// (network.NodeAddressAccumulativeID in secrets/KubernetesCertSANsController). The worker may have it by now. And
 		// operators list the addresses of all machines in certSANs.
-		c.pending(CodeClusterAddress, "IP address %s is in the API server's certificate; remove it from cluster.apiServer.certSANs, "+
-			"or reboot the control-plane machine that had it before", ip)
+		c.pending(CodeClusterAddress, "IP address %s is in the API server's certificate; remove it from cluster.apiServer.certSANs "+
+			"(Talos 1.14: certExtraSANs of KubeAPIServerConfig), or reboot the control-plane machine that had it before", ip)
 	case source != "" && !c.checkAPIServer(CodeClusterAddress, ip.String(), source):
 		return
 	case source == "" && slices.ContainsFunc(c.Policy.ExtraIPs, equals(ip)) && !c.Machine.Excludes(ip):

@@ -193,7 +193,8 @@ func TestReview_MessagesNameSubjectsAndOwners(t *testing.T) {
 			`IP address 192.0.2.9 is in 192.0.2.9/32, a CIDR of pods or Services or a virtual IP according to machine "cp-1"`,
 		},
 		"has=192.0.2.1/24@eth1 ip=192.0.2.1": {
-			"IP address 192.0.2.1 is in the API server's certificate; remove it from cluster.apiServer.certSANs, or reboot the control-plane machine that had it before",
+			"IP address 192.0.2.1 is in the API server's certificate; remove it from cluster.apiServer.certSANs " +
+				"(Talos 1.14: certExtraSANs of KubeAPIServerConfig), or reboot the control-plane machine that had it before",
 		},
 		"node=unknown":  {`Node "worker-1" does not exist yet`},
 		"node=deleting": {`Node "worker-1" is being deleted`},

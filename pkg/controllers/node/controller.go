@@ -357,8 +357,8 @@ func (c *Controller) desired(node *corev1.Node, entry inventory.Entry, in nodesp
 
 		// The machine is probably the Node's own, and its kubelet has registered it under a different name.
 		if _, err := c.lister.Get(entry.Responding); apierrors.IsNotFound(err) {
-			message += ", and no node has that name. If its kubelet has another name by hostname-override in machine.kubelet.extraArgs, " +
-				"set the hostname of the machine or machine.kubelet.registerWithFQDN instead. If it was renamed, its new node appears when its kubelet starts"
+			message += ", and no node has that name. If its kubelet has another name by hostname-override in the extraArgs of the kubelet, " +
+				"set the hostname of the machine or registerWithFQDN instead. If it was renamed, its new node appears when its kubelet starts"
 		}
 
 		problems = append(problems, events.Problem{Reason: ReasonIdentityMismatch, Message: message})

@@ -296,7 +296,7 @@ func (a assignment) sourcesByFamily() ([]familySources, *events.Problem) {
 	}
 
 	if len(sources) == 0 {
-		return nil, newProblem(ReasonClusterCIDRMissing, "No cluster CIDRs are configured; set --cluster-cidr, or cluster.network.podSubnets in Talos")
+		return nil, newProblem(ReasonClusterCIDRMissing, "No cluster CIDRs are configured; set --cluster-cidr, or podSubnets in Talos")
 	}
 
 	return sources, nil

@@ -323,7 +323,7 @@ func (c *Controller) effectiveOptions(network *controlplane.Network) (Options, *
 		return options, newProblem(ReasonAllocatorUnknown, "%s", network.Problem)
 	case differ:
 		return options, newProblem(ReasonAllocatorUnknown,
-			"The control-plane machines have different pod subnets (cluster.network.podSubnets); configure the same ones, or set --cluster-cidr")
+			"The control-plane machines have different podSubnets; configure the same ones, or set --cluster-cidr")
 	}
 
 	return options, uncertainSizes

@@ -17,7 +17,7 @@ const (
 	// Fix: as the message says, often docs/troubleshooting/nodes.md#machine-unreachable.
 	ReasonAllocatorUnknown = "PodCIDRAllocatorUnknown"
 	// ReasonClusterCIDRMissing: no cluster CIDR is set, neither with `--cluster-cidr` nor in Talos.
-	// Fix: set `cluster.network.podSubnets`.
+	// Fix: set `podSubnets` in Talos.
 	ReasonClusterCIDRMissing = "PodCIDRClusterCIDRMissing"
 	// ReasonMachineUnknown: the pool or prefix depends on the machine, which does not respond.
 	// Fix: docs/troubleshooting/nodes.md#machine-unreachable.

@@ -58,7 +58,7 @@ const (
 	ReasonTooManyPorts = "TooManyPorts"
 	// ReasonUnsupportedProxyMode: kube-proxy uses IPVS on all Nodes that could receive traffic; the Service keeps their
 	// addresses and gets no new ones.
-	// Fix: set `cluster.proxy.mode: nftables` and reboot.
+	// Fix: set `cluster.proxy.mode: nftables` (Talos 1.14: `KubeProxyConfig`), and reboot.
 	ReasonUnsupportedProxyMode = "UnsupportedProxyMode"
 	// ReasonInvalidAnnotation: an annotation `talos-ccm.dev/…` is invalid or too long; the addresses stay.
 	// Fix: correct it.
