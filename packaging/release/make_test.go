@@ -161,6 +161,7 @@ output:
 		"make", "--silent", "--directory="+root, "--assume-old=image", "installer", "INSTALLER="+installer, "TALOS=v1.13.5",
 		"EXTENSIONS=example.com/a:v1 example.com/b:v1", "ARTIFACTS="+artifacts)
 	require.NoError(t, err, output)
+	assert.Contains(t, output, "Building for Talos v1.13.5, platform metal, extensions example.com/a:v1 example.com/b:v1, no SecureBoot\n")
 
 	recorded, err := os.ReadFile(record)
 	require.NoError(t, err)

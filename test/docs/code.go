@@ -125,6 +125,10 @@ func (c *Checker) inputs(at position, text string) {
 			}
 
 			created := regexp.MustCompile(`(?:\n *# |mountPath: .*/|> |(?:-o|--output) )` + regexp.QuoteMeta(name) + `\b`)
+			if name == "controlplane.yaml" || name == "worker.yaml" {
+				created = regexp.MustCompile(`\ntalosctl gen config `)
+			}
+
 			if !created.Match(c.source) {
 				c.report(at, fmt.Errorf("file %s exists neither in the repository nor on the page (a block whose first line is # %[1]s creates it)", name))
 			}
