@@ -22,7 +22,7 @@ import (
 var theirs = slices.Concat(
 	[]string{"--arch", "--system-extension-image"},                        // imager's
 	[]string{"--cloud-provider", "--use-service-account-credentials"},     // the upstream Talos CCM's
-	[]string{"--config-patch"},                                            // talosctl's
+	[]string{"--config-patch", "--drain", "--drain-timeout"},              // talosctl's
 	[]string{"--cluster-signing-duration"},                                // kube-controller-manager's
 	[]string{"--image-factory-address", "--primary-factory-url"},          // Omni's
 	[]string{"--kubelet-insecure-tls"},                                    // metrics-server's
