@@ -26,14 +26,17 @@ func TestPatches_AreAcceptedByEachRelease(t *testing.T) {
 
 	patches, err := docs.Patches(root)
 	require.NoError(t, err)
-	require.NotEmpty(t, patches)
+	require.GreaterOrEqual(t, len(patches), 60)
 
 	modules, err := filepath.Glob(root + "/packaging/image/talos/v*.mod")
 	require.NoError(t, err)
 	require.NotEmpty(t, modules)
 
+	var releases []string
+
 	for _, module := range modules {
 		release := strings.TrimSuffix(strings.TrimPrefix(filepath.Base(module), "v"), ".mod")
+		releases = append(releases, release)
 
 		t.Run(release, func(t *testing.T) {
 			t.Parallel()
@@ -44,6 +47,10 @@ func TestPatches_AreAcceptedByEachRelease(t *testing.T) {
 			check(t, program, release, patches)
 			check(t, program, "1.12", patches)
 		})
+	}
+
+	for _, patch := range patches {
+		assert.Subset(t, releases, patch.Created, patch.Position)
 	}
 }
 
