@@ -214,7 +214,7 @@ func (m *Manager) nodeOptions(talos machine.Machine) nodespec.Options {
 
 // managed reports whether the configuration selects the Node of a machine.
 func (m *Manager) managed(node *corev1.Node, talos machine.Machine) bool {
-	return nodespec.Managed(nodespec.NewInput(node, talos, m.nodeOptions(talos)))
+	return nodespec.Selected(nodespec.NewInput(node, talos, m.nodeOptions(talos)))
 }
 
 func (m *Manager) newNodeController(in inputs) (controller, error) {

@@ -52,9 +52,9 @@ type Entry struct {
 	Reason string
 	// ObservedAt is when Machine was set; zero means that there is no view.
 	ObservedAt time.Time
-	// SilentSince is when the machine stopped responding under the Node's name; zero if the condition is Current, or if
+	// UnresponsiveSince is when the machine stopped responding under the Node's name; zero if the condition is Current, or if
 	// the machine has never responded.
-	SilentSince time.Time
+	UnresponsiveSince time.Time
 	// Last is the last view that was read under the Node's name. MarkUnreachable and MarkMismatch keep it.
 	Last machine.Machine
 	// Responding is the nodename of the machine that responds at the Node's address, if the condition is Mismatch.
@@ -254,7 +254,7 @@ func (i *Inventory) MarkUnreachable(nodename, reason string) {
 // address.
 func (i *Inventory) MarkMismatch(nodename, responding, reason string) {
 	i.update(nodename, func(e *Entry) {
-		*e = Entry{Condition: Mismatch, Reason: reason, SilentSince: e.SilentSince, Last: e.Last, Responding: responding}
+		*e = Entry{Condition: Mismatch, Reason: reason, UnresponsiveSince: e.UnresponsiveSince, Last: e.Last, Responding: responding}
 	})
 }
 
@@ -292,7 +292,7 @@ func (i *Inventory) update(nodename string, change func(*Entry)) {
 	change(&entry)
 
 	if old.Condition == Current && entry.Condition != Current {
-		entry.SilentSince = i.now()
+		entry.UnresponsiveSince = i.now()
 	}
 
 	i.entries[nodename] = entry

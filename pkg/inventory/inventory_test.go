@@ -101,17 +101,17 @@ func TestInventory_GetReturnsTheLastChange(t *testing.T) {
 		{"changed view", steps{inA, after(1), inB}, inventory.Entry{Machine: b, Condition: inventory.Current, ObservedAt: start.Add(1)}},
 		{"confirmed view", steps{inA, after(1), inA}, inventory.Entry{Machine: a, Condition: inventory.Current, ObservedAt: start.Add(1)}},
 		{"unreachable machine keeps view and time", steps{inA, after(1), gone}, inventory.Entry{
-			Machine: a, Condition: inventory.Unreachable, Reason: "gone", ObservedAt: start, SilentSince: start.Add(1),
+			Machine: a, Condition: inventory.Unreachable, Reason: "gone", ObservedAt: start, UnresponsiveSince: start.Add(1),
 		}},
 		{"unreachable for longer", steps{inA, gone, after(1), gone}, inventory.Entry{
-			Machine: a, Condition: inventory.Unreachable, Reason: "gone", ObservedAt: start, SilentSince: start,
+			Machine: a, Condition: inventory.Unreachable, Reason: "gone", ObservedAt: start, UnresponsiveSince: start,
 		}},
 		{"unreachable from the start", steps{gone}, inventory.Entry{Condition: inventory.Unreachable, Reason: "gone"}},
 		{"reachable again", steps{gone, inA}, inventory.Entry{Machine: a, Condition: inventory.Current, ObservedAt: start}},
-		{"mismatch drops the view", steps{inA, other}, inventory.Entry{Condition: inventory.Mismatch, Reason: "no", SilentSince: start}},
-		{"mismatch after a silence", steps{inA, gone, after(1), other}, inventory.Entry{Condition: inventory.Mismatch, Reason: "no", SilentSince: start}},
+		{"mismatch drops the view", steps{inA, other}, inventory.Entry{Condition: inventory.Mismatch, Reason: "no", UnresponsiveSince: start}},
+		{"mismatch after a silence", steps{inA, gone, after(1), other}, inventory.Entry{Condition: inventory.Mismatch, Reason: "no", UnresponsiveSince: start}},
 		{"unreachable after mismatch has no view", steps{inA, other, after(1), gone}, inventory.Entry{
-			Condition: inventory.Unreachable, Reason: "gone", SilentSince: start,
+			Condition: inventory.Unreachable, Reason: "gone", UnresponsiveSince: start,
 		}},
 		{"forgotten", steps{inA, forgotten("worker-1")}, inventory.Entry{}},
 		{"other nodenames changed", steps{view("worker-2", a), mismatch("worker-3", "other")}, inventory.Entry{}},

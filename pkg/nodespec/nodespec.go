@@ -155,8 +155,8 @@ func Explain(in Input) []rules.Match {
 	return in.Options.Rules.Explain(in.ruleFacts(providerID(in, nodeIP)))
 }
 
-// Managed reports whether talos-ccm manages the machine's Node. Rules do not change the result.
-func Managed(in Input) bool { return in.Options.Selector.Matches(in.Facts()) }
+// Selected reports whether the configuration selects the Node of the machine. Rules do not change the result.
+func Selected(in Input) bool { return in.Options.Selector.Matches(in.Facts()) }
 
 // Spec is the desired state of a Node.
 type Spec struct {

@@ -280,8 +280,8 @@ func TestManaged_IgnoresRules(t *testing.T) {
 
 	in := withRules(t, cloud(), replacing("Zone", "elsewhere"))
 	in.Options.Selector = selector
-	assert.True(t, nodespec.Managed(in), "machine in the selected zone is not managed")
+	assert.True(t, nodespec.Selected(in), "machine in the selected zone is not managed")
 
 	in.Machine = machine.Machine{}
-	assert.False(t, nodespec.Managed(in), "machine that has published nothing is managed")
+	assert.False(t, nodespec.Selected(in), "machine that has published nothing is managed")
 }

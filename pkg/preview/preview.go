@@ -63,7 +63,7 @@ func Render(m machine.Machine, kubelet Kubelet, options nodespec.Options) Report
 		KubernetesVersion: kubelet.KubernetesVersion,
 		Options:           options,
 	}
-	report := Report{Name: m.Nodename, Unmanaged: !nodespec.Managed(in), Rules: nodespec.Explain(in)}
+	report := Report{Name: m.Nodename, Unmanaged: !nodespec.Selected(in), Rules: nodespec.Explain(in)}
 
 	spec, problems, pending := nodespec.Desired(in)
 	for _, p := range problems {

@@ -131,7 +131,7 @@ func TestSession_MachineThatExceedsLimitsIsUnreachable(t *testing.T) {
 
 			// It is read again as soon as it does not, but later each time.
 			s.stepUntil("the machine was dialed again", func() bool { return len(s.dials()) == 4 })
-			assert.GreaterOrEqual(t, s.clock.Since(entry.SilentSince), 7*time.Second)
+			assert.GreaterOrEqual(t, s.clock.Since(entry.UnresponsiveSince), 7*time.Second)
 
 			s.finalize(worker, test.resource, 0)
 			s.stepUntilCurrent(worker, anything)

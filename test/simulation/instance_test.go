@@ -177,7 +177,7 @@ func (i *instance) view(name string) (v view) {
 
 		return nil, errors.New("not found")
 	})
-	v.managed = nodespec.Managed(in)
+	v.managed = nodespec.Selected(in)
 	v.spec, _, v.pending = nodespec.Desired(in)
 
 	for _, other := range names {

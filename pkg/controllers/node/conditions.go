@@ -46,8 +46,8 @@ var announcements = map[runtime.MachineStage]string{
 }
 
 const (
-	// silentPeriod is how long a machine does not respond before its readiness is unknown.
-	silentPeriod = 40 * time.Second
+	// unresponsivePeriod is how long a machine does not respond before its readiness is unknown.
+	unresponsivePeriod = 40 * time.Second
 	// maintenancePeriod is how long a maintenance that a machine has announced may last after that.
 	maintenancePeriod = time.Hour
 	// recheckInterval is the time between syncs while a condition can change because time passes.
@@ -99,8 +99,8 @@ func (o observation) stage(status corev1.ConditionStatus, reason string) corev1.
 	return corev1.NodeCondition{Status: status, Reason: reason, Message: events.Truncate(strings.ToValidUTF8(message, ""))}
 }
 
-// talosReady is unknown after silentPeriod, but not if this process has never reached the machine, or cannot reach most
-// machines.
+// talosReady is unknown after unresponsivePeriod, but not if this process has never reached the machine, or cannot reach
+// most machines.
 func (o observation) talosReady(present corev1.NodeCondition) corev1.NodeCondition {
 	isRunning := o.entry.Machine.Stage == runtime.MachineStageRunning
 
@@ -111,7 +111,7 @@ func (o observation) talosReady(present corev1.NodeCondition) corev1.NodeConditi
 		return o.stage(corev1.ConditionFalse, reasonUnmetConditions)
 	case o.responds():
 		return o.stage(corev1.ConditionFalse, cmp.Or(announcements[o.entry.Machine.Stage], reasonNotRunning))
-	case present.Status == "", o.entry.SilentSince.IsZero(), o.now.Sub(o.entry.SilentSince) < silentPeriod, !o.mostRespond:
+	case present.Status == "", o.entry.UnresponsiveSince.IsZero(), o.now.Sub(o.entry.UnresponsiveSince) < unresponsivePeriod, !o.mostRespond:
 		return present
 	default:
 		return unreachable

@@ -150,11 +150,11 @@ func TestConditions_OfSilentMachines(t *testing.T) {
 	}{
 		{"not contacted by this leader", inventory.Entry{}, false, time.Minute, "True Before", "True Before", "True Before", true},
 		{"never reached by this leader", inventory.Entry{Condition: gone}, false, time.Minute, "True Before", "True Before", noAnswer, true},
-		{"39 s", inventory.Entry{Condition: gone, Machine: talos, SilentSince: ago(39 * time.Second)}, false, time.Minute, "True Before", "True Before", noAnswer, true},
-		{"40 s", inventory.Entry{Condition: gone, Machine: talos, SilentSince: ago(40 * time.Second)}, false, time.Minute, noAnswer, "True Before", noAnswer, true},
-		{"40 s, like most", inventory.Entry{Condition: gone, Machine: talos, SilentSince: ago(40 * time.Second)}, true, time.Minute, "True Before", "True Before", noAnswer, true},
-		{"another machine at its address", inventory.Entry{Condition: inventory.Mismatch, SilentSince: ago(40 * time.Second)}, false, time.Minute, noAnswer, "True Before", noAnswer, true},
-		{"never came back", inventory.Entry{Condition: gone, Machine: talos, SilentSince: ago(time.Hour)}, false, time.Hour, noAnswer, "Unknown Overdue", noAnswer, false},
+		{"39 s", inventory.Entry{Condition: gone, Machine: talos, UnresponsiveSince: ago(39 * time.Second)}, false, time.Minute, "True Before", "True Before", noAnswer, true},
+		{"40 s", inventory.Entry{Condition: gone, Machine: talos, UnresponsiveSince: ago(40 * time.Second)}, false, time.Minute, noAnswer, "True Before", noAnswer, true},
+		{"40 s, like most", inventory.Entry{Condition: gone, Machine: talos, UnresponsiveSince: ago(40 * time.Second)}, true, time.Minute, "True Before", "True Before", noAnswer, true},
+		{"another machine at its address", inventory.Entry{Condition: inventory.Mismatch, UnresponsiveSince: ago(40 * time.Second)}, false, time.Minute, noAnswer, "True Before", noAnswer, true},
+		{"never came back", inventory.Entry{Condition: gone, Machine: talos, UnresponsiveSince: ago(time.Hour)}, false, time.Hour, noAnswer, "Unknown Overdue", noAnswer, false},
 		{"never came back, another leader", inventory.Entry{}, false, time.Hour, "True Before", "Unknown Overdue", "True Before", true},
 	} {
 		for _, isReady := range []corev1.ConditionStatus{corev1.ConditionFalse, corev1.ConditionTrue} {
@@ -182,7 +182,7 @@ func TestConditions_CountAnnouncementsOfMachinesThatStoppedResponding(t *testing
 	t.Parallel()
 
 	o := observation{publish: true, entry: current(machine.Machine{Stage: runtime.MachineStageShuttingDown}), mostRespond: true, now: noon}
-	o.entry.Condition, o.entry.SilentSince = inventory.Unreachable, noon
+	o.entry.Condition, o.entry.UnresponsiveSince = inventory.Unreachable, noon
 
 	changes, _ := compareConditions(nodeWith(), o)
 	assert.Equal(t, "-", after(nil, changes, ConditionTalosReady))

@@ -307,7 +307,7 @@ func (c *Controller) machineOf(node *corev1.Node) (inventory.Entry, nodespec.Inp
 // isManaged reports whether the controller manages a Node. The Node must run Talos and not be in deletion, and the
 // configuration must select its machine. A machine that has not responded yet counts as selected.
 func isManaged(node *corev1.Node, entry inventory.Entry, in nodespec.Input) bool {
-	return nodespec.IsTalos(node) && node.DeletionTimestamp == nil && (entry.ObservedAt.IsZero() || nodespec.Managed(in))
+	return nodespec.IsTalos(node) && node.DeletionTimestamp == nil && (entry.ObservedAt.IsZero() || nodespec.Selected(in))
 }
 
 // plan returns the plan for a managed Node and the problems to report. The plan is nil if the desired state is not

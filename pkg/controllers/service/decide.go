@@ -630,7 +630,7 @@ var announced = sets.New(runtime.MachineStageRebooting, runtime.MachineStageUpgr
 // isStopping reports whether the machine has announced that it stops serving. If it no longer responds, the announcement
 // counts until the Node cannot be ready any more unless its kubelet works.
 func isStopping(entry inventory.Entry, now time.Time) bool {
-	return announced.Has(entry.Machine.Stage) && (entry.SilentSince.IsZero() || now.Sub(entry.SilentSince) < resyncPeriod)
+	return announced.Has(entry.Machine.Stage) && (entry.UnresponsiveSince.IsZero() || now.Sub(entry.UnresponsiveSince) < resyncPeriod)
 }
 
 // isDown reports whether the machine has probably lost power: its kubelet has stopped, and it accepts no connections.

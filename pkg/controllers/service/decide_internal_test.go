@@ -289,7 +289,7 @@ func TestIsStopping(t *testing.T) {
 		entry := inventory.Entry{Condition: inventory.Current, Machine: machine.Machine{Stage: stage}}
 		assert.Equal(t, stopping[stage], isStopping(entry, began), stage.String())
 
-		entry.Condition, entry.SilentSince = inventory.Unreachable, began
+		entry.Condition, entry.UnresponsiveSince = inventory.Unreachable, began
 		assert.Equal(t, stopping[stage], isStopping(entry, began.Add(resyncPeriod-1)), stage.String())
 		assert.False(t, isStopping(entry, began.Add(resyncPeriod)), stage.String())
 	}
