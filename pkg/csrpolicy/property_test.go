@@ -137,7 +137,7 @@ func TestReview_ApprovesOnlyWhatInventoryIndexes(t *testing.T) {
 
 		for _, name := range names {
 			if !strings.Contains(r.changes, "extra-") {
-				assert.NotEmpty(t, machines.Owners(name, "another"), "%s: %q can be approved", r.changes, name)
+				assert.NotEmpty(t, machines.Claims.ReportedBy(name, "another"), "%s: %q can be approved", r.changes, name)
 			}
 		}
 	}

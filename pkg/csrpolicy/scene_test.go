@@ -156,7 +156,7 @@ func (s *scene) verdict(t testing.TB) csrpolicy.Verdict {
 	self, _ := csrpolicy.Nodename(&s.csr)
 
 	for _, subject := range slices.AppendSeq(slices.Clone(request.Subjects), maps.Keys(s.owners)) {
-		for _, owner := range slices.Concat(s.owners[subject], others().Owners(subject, self)) {
+		for _, owner := range slices.Concat(s.owners[subject], others().Claims.ReportedBy(subject, self)) {
 			if s.evidence.Owners[subject] == nil {
 				s.evidence.Owners[subject] = map[string]time.Time{}
 			}

@@ -1,10 +1,12 @@
 package inventory
 
 import (
+	"maps"
 	"net/netip"
 	"slices"
 	"time"
 
+	"github.com/talos-ccm/talos-ccm/pkg/claims"
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
 )
 
@@ -88,7 +90,7 @@ func (i *Inventory) Rivals(nodename string) []netip.Addr {
 	defer i.mu.RUnlock()
 
 	entry := i.entries[nodename]
-	if i.now().Sub(entry.rivalAt) >= Retention {
+	if i.now().Sub(entry.rivalAt) >= claims.Retention {
 		return nil
 	}
 
@@ -121,9 +123,12 @@ func (i *Inventory) unambiguous(identity machine.Identity) machine.Identity {
 	return identity
 }
 
-// reidentify updates the identifiers of nodename's machine, and returns the other nodenames that have one of them. The
-// caller holds i.mu.
+// reidentify updates the identifiers of nodename's machine, and returns the other nodenames that have one of them. An
+// identifier of several machines stays ambiguous for claims.Retention after the last one. The caller holds i.mu.
 func (i *Inventory) reidentify(nodename string, before, after Entry) []string {
+	now := i.now()
+	maps.DeleteFunc(i.ambiguous, func(_ identifier, at time.Time) bool { return !at.IsZero() && now.Sub(at) >= claims.Retention })
+
 	i.identities.replace(nodename, identifiers(before.Last.Identity()), identifiers(after.Last.Identity()))
 
 	if after.Condition == Current {
@@ -139,7 +144,7 @@ func (i *Inventory) reidentify(nodename string, before, after Entry) []string {
 		if _, found := i.ambiguous[id]; found && len(i.identities[id]) > 0 {
 			i.ambiguous[id] = time.Time{}
 		} else if found {
-			i.ambiguous[id] = i.now()
+			i.ambiguous[id] = now
 		}
 	}
 

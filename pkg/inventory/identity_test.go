@@ -8,7 +8,7 @@ import (
 	"github.com/siderolabs/talos/pkg/machinery/resources/hardware"
 	"github.com/stretchr/testify/assert"
 
-	"github.com/talos-ccm/talos-ccm/pkg/inventory"
+	"github.com/talos-ccm/talos-ccm/pkg/claims"
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
 )
 
@@ -65,7 +65,7 @@ func TestInventory_RivalsRespondInTurns(t *testing.T) {
 		{"after a failed attempt", steps{view("a", one), view("a", two), unreachable("a"), view("a", one)}, []netip.Addr{one.Endpoint, two.Endpoint}},
 		{"at one address", steps{view("a", one), view("a", reached(another, "10.0.0.1")), view("a", one)}, nil},
 		{"moved twice", steps{view("a", one), view("a", reached(original, "10.0.0.2")), view("a", one)}, nil},
-		{"long ago", steps{view("a", one), view("a", two), view("a", one), after(inventory.Retention)}, nil},
+		{"long ago", steps{view("a", one), view("a", two), view("a", one), after(claims.Retention)}, nil},
 		{"under another name", steps{view("a", one), view("b", two), view("a", one)}, nil},
 	} {
 		f := newFixture(test.changes...)

@@ -52,29 +52,6 @@ func uuids(m machine.Machine) []string {
 	return nil
 }
 
-// ownedAddresses returns the addresses that m reports as its own, and the address at which it responds, in canonical
-// form. It omits the addresses of Services, of which kube-proxy puts thousands on every machine. It includes addresses
-// that the machine must not use as node IP.
-func ownedAddresses(m machine.Machine) []string {
-	list := make([]string, 0, len(m.Addresses)+len(m.NodeIPs)+1)
-
-	if m.Endpoint.IsValid() {
-		list = append(list, machine.CanonicalAddress(m.Endpoint))
-	}
-
-	for _, addr := range m.NodeIPs {
-		list = append(list, machine.CanonicalAddress(addr))
-	}
-
-	for _, a := range m.Addresses {
-		if addr := a.Prefix.Addr(); addr.Unmap().IsGlobalUnicast() && !m.IsService(a) {
-			list = append(list, machine.CanonicalAddress(addr))
-		}
-	}
-
-	return list
-}
-
 // platformAddresses returns the addresses that only the platform's metadata knows.
 func platformAddresses(m machine.Machine) []netip.Addr {
 	var list []netip.Addr

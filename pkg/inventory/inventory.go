@@ -4,7 +4,6 @@
 package inventory
 
 import (
-	"maps"
 	"net/netip"
 	"slices"
 	"sync"
@@ -12,6 +11,7 @@ import (
 
 	"k8s.io/apimachinery/pkg/util/sets"
 
+	"github.com/talos-ccm/talos-ccm/pkg/claims"
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
 )
 
@@ -67,6 +67,9 @@ type Entry struct {
 
 // Inventory is safe for concurrent use. Use New.
 type Inventory struct {
+	// Claims contains what the machines report: that of Entry.Last.
+	Claims *claims.Claims
+
 	now func() time.Time
 
 	mu       sync.RWMutex
@@ -75,36 +78,19 @@ type Inventory struct {
 	handlers []func(nodename string)
 
 	uuids     index[string]     // SMBIOS UUIDs
-	names     index[string]     // of Entry.Last, in canonical form
-	addresses index[string]     // of Entry.Last, in canonical form
 	platforms index[netip.Addr] // addresses that only the platform's metadata knows
 
 	identities index[identifier]        // of Entry.Last
 	ambiguous  map[identifier]time.Time // of several current machines at the same time; since when no entry has it, or zero
-
-	dropped map[string]map[string]time.Time // by nodename: the names and addresses that its machine stopped reporting
-	purged  time.Time                       // when dropped and ambiguous were last purged
 }
-
-const (
-	// Retention is how long a machine owns a name or an address after it stops reporting it, and how long a deleted Node
-	// owns its names and addresses. An identifier of several machines stays ambiguous for as long after the last one.
-	Retention = 15 * time.Minute
-
-	// maxDropped limits what one machine can make the Inventory remember.
-	maxDropped = 1000
-
-	// purgeInterval keeps the deletion of many Nodes at once cheap.
-	purgeInterval = time.Minute
-)
 
 // New returns an empty Inventory that reads the time from now.
 func New(now func() time.Time) *Inventory {
 	return &Inventory{
-		now: now, entries: map[string]Entry{}, counts: map[Condition]int{},
-		uuids: index[string]{}, names: index[string]{}, addresses: index[string]{}, platforms: index[netip.Addr]{},
+		Claims: claims.New(now),
+		now:    now, entries: map[string]Entry{}, counts: map[Condition]int{},
+		uuids: index[string]{}, platforms: index[netip.Addr]{},
 		identities: index[identifier]{}, ambiguous: map[identifier]time.Time{},
-		dropped: map[string]map[string]time.Time{},
 	}
 }
 
@@ -170,63 +156,13 @@ func (i *Inventory) SharedAddresses(nodename string) map[netip.Addr][]string {
 	return shared
 }
 
-// Owners returns the other Nodes whose machines report a name or an address, given in canonical form, as their own. A
-// machine that does not respond owns what it reported last, even if a different machine responds at its address. The
-// reports are not verified: use them to refuse a name or address, never to grant one.
-func (i *Inventory) Owners(nameOrAddress, nodename string) []string {
-	i.mu.RLock()
-	defer i.mu.RUnlock()
-
-	return append(i.names.others(nameOrAddress, nodename), i.addresses.others(nameOrAddress, nodename)...)
-}
-
 // SharedName returns the other Nodes whose machines report the name, given in canonical form. An old name of the
 // same machine does not count.
 func (i *Inventory) SharedName(name, nodename string) []string {
 	i.mu.RLock()
 	defer i.mu.RUnlock()
 
-	return i.withoutRenamed(i.names.others(name, nodename), nodename)
-}
-
-// DroppedBy returns the other Nodes that own a name or an address, given in canonical form, because their machines
-// stopped reporting it less than Retention ago. It includes deleted Nodes, and Nodes where another machine responds.
-func (i *Inventory) DroppedBy(nameOrAddress, nodename string) (owners []string) {
-	i.mu.RLock()
-	defer i.mu.RUnlock()
-
-	for owner, subjects := range i.dropped {
-		at, dropped := subjects[nameOrAddress]
-		if dropped && owner != nodename && i.now().Sub(at) < Retention {
-			owners = append(owners, owner)
-		}
-	}
-
-	return owners
-}
-
-// Reported returns the names and addresses, in canonical form, that the machine of a Node reported last; none if it has
-// never responded. For a forgotten machine, it returns everything that the machine reported within Retention, and may
-// include older values.
-func (i *Inventory) Reported(nodename string) []string {
-	i.mu.RLock()
-	defer i.mu.RUnlock()
-
-	if last := i.entries[nodename].Last; last.Nodename != "" {
-		return reported(last).UnsortedList()
-	}
-
-	return slices.Collect(maps.Keys(i.dropped[nodename]))
-}
-
-// Contradicts reports whether the machine of a Node has responded and did not report the name or address, given in
-// canonical form, as its own in its last view.
-func (i *Inventory) Contradicts(nodename, nameOrAddress string) bool {
-	i.mu.RLock()
-	defer i.mu.RUnlock()
-
-	return i.entries[nodename].Last.Nodename != "" &&
-		!slices.Contains(i.names[nameOrAddress], nodename) && !slices.Contains(i.addresses[nameOrAddress], nodename)
+	return i.withoutRenamed(i.Claims.ReportedBy(name, nodename), nodename)
 }
 
 // Replace sets the current view of nodename's machine. Subscribers are called only if something changed.
@@ -258,12 +194,11 @@ func (i *Inventory) MarkMismatch(nodename, responding, reason string) {
 	})
 }
 
-// Forget removes the entry of nodename. What its machine reported last counts as dropped.
+// Forget removes the entry of nodename, and ends its claims.
 func (i *Inventory) Forget(nodename string) {
 	i.mu.Lock()
 
 	old, known := i.entries[nodename]
-	i.drop(nodename, old.Last, machine.Machine{})
 	delete(i.entries, nodename)
 
 	if known {
@@ -297,7 +232,6 @@ func (i *Inventory) update(nodename string, change func(*Entry)) {
 
 	i.entries[nodename] = entry
 	i.counts[entry.Condition]++
-	i.drop(nodename, old.Last, entry.Last)
 
 	var affected []string
 
@@ -316,56 +250,19 @@ func (i *Inventory) update(nodename string, change func(*Entry)) {
 	i.notify(affected)
 }
 
-// drop records what nodename's machine has stopped reporting. It requires i.mu.
-func (i *Inventory) drop(nodename string, before, after machine.Machine) {
-	if before.Equal(after) {
-		return
-	}
-
-	now := i.now()
-
-	if now.Sub(i.purged) >= purgeInterval {
-		i.purged = now
-
-		for owner, subjects := range i.dropped {
-			maps.DeleteFunc(subjects, func(_ string, at time.Time) bool { return now.Sub(at) >= Retention })
-
-			if len(subjects) == 0 {
-				delete(i.dropped, owner)
-			}
-		}
-
-		maps.DeleteFunc(i.ambiguous, func(_ identifier, at time.Time) bool { return !at.IsZero() && now.Sub(at) >= Retention })
-	}
-
-	for subject := range reported(before).Difference(reported(after)) {
-		if len(i.dropped[nodename]) >= maxDropped {
-			return // do not evict: the earlier entries may be another machine's names, which still need protection
-		}
-
-		if i.dropped[nodename] == nil {
-			i.dropped[nodename] = map[string]time.Time{}
-		}
-
-		i.dropped[nodename][subject] = now
-	}
-}
-
-// reported returns the names and addresses that a machine reports as its own, in canonical form.
-func reported(m machine.Machine) sets.Set[string] {
-	return sets.New(m.ReportedNames()...).Insert(ownedAddresses(m)...)
-}
-
-// reindex updates the indexes for nodename's machine. It returns the other nodenames for which the result of
-// SharedAddresses or SharedName may have changed. It requires i.mu.
+// reindex updates the claims and the indexes for nodename's machine. It returns the other nodenames for which the result
+// of SharedAddresses or SharedName may have changed. It requires i.mu.
 func (i *Inventory) reindex(nodename string, before, after Entry) (affected []string) {
+	i.Claims.SetMachine(nodename, after.Last)
 	i.uuids.replace(nodename, uuids(before.Machine), uuids(after.Machine))
-	i.addresses.replace(nodename, ownedAddresses(before.Last), ownedAddresses(after.Last))
 
-	affected = i.names.replace(nodename, before.Last.ReportedNames(), after.Last.ReportedNames())
-	affected = append(affected, i.platforms.replace(nodename, platformAddresses(before.Machine), platformAddresses(after.Machine))...)
+	for name := range sets.New(before.Last.ReportedNames()...).SymmetricDifference(sets.New(after.Last.ReportedNames()...)) {
+		if others := i.Claims.ReportedBy(name, nodename); len(others) == 1 {
+			affected = append(affected, others...)
+		}
+	}
 
-	return affected
+	return append(affected, i.platforms.replace(nodename, platformAddresses(before.Machine), platformAddresses(after.Machine))...)
 }
 
 // notify calls the handlers once for each name.

@@ -299,14 +299,14 @@ func TestInventory_IsConsistentAfterConcurrentUse(t *testing.T) {
 
 	assert.Len(t, notified, machines)
 	assert.Equal(t, shared, len(inv.SharedUUID(uuid, "unknown")) > 0)
-	assert.ElementsMatch(t, owners, inv.Owners("10.0.0.1", "unknown"))
+	assert.ElementsMatch(t, owners, inv.Claims.ReportedBy("10.0.0.1", "unknown"))
 
 	for i := range machines {
 		inv.Forget(fmt.Sprintf("worker-%d", i))
 	}
 
 	for _, addr := range []string{"10.0.0.1", "10.0.0.2", "10.0.0.3"} {
-		assert.Empty(t, inv.Owners(addr, "unknown"), "of forgotten machines")
+		assert.Empty(t, inv.Claims.ReportedBy(addr, "unknown"), "of forgotten machines")
 	}
 }
 
@@ -330,6 +330,6 @@ func churn(inv *inventory.Inventory, first, machines int) {
 
 		inv.SharedUUID(uuid, name)
 		inv.Count(inventory.Current)
-		slices.Reverse(inv.Owners("10.0.0.1", name))
+		slices.Reverse(inv.Claims.ReportedBy("10.0.0.1", name))
 	}
 }

@@ -12,7 +12,7 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/util/wait"
 
-	"github.com/talos-ccm/talos-ccm/pkg/inventory"
+	"github.com/talos-ccm/talos-ccm/pkg/claims"
 )
 
 const (
@@ -28,7 +28,7 @@ const (
 
 	// settling is how long samples do not count: talos-ccm remembers the Nodes that were deleted, and watches their
 	// machines, for the retention. In a short soak it is settlingPart of it, which says little about memory.
-	settling     = inventory.Retention + time.Minute
+	settling     = claims.Retention + time.Minute
 	settlingPart = 0.62
 )
 

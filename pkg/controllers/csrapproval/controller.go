@@ -13,8 +13,7 @@
 // kubelet, or whose Node does not run Talos or is not managed, and it never issues a certificate:
 // kube-controller-manager does.
 //
-// Names and addresses keep their owner while a Node is deleted. The controller has an index of Nodes of its own, because
-// the informer removes a Node before it calls the event handlers. The inventory keeps what a forgotten machine reported.
+// Names and addresses keep their owner while a Node is deleted: the controller and the inventory write to claims.Claims.
 //
 // Labels of the Node record which client certificate its kubelet has, since the API server forgets requests within about
 // an hour. One watch covers the requests of both signers, so that a client certificate is known before the requests
@@ -111,8 +110,7 @@ type Config struct {
 type Controller struct {
 	cfg      Config
 	requests cache.SharedIndexInformer
-	owners   *owners
-	// hasNodes reports whether owners has received all Nodes that existed at the start.
+	// hasNodes reports whether the claims of all Nodes that existed at the start are set.
 	hasNodes cache.InformerSynced
 	reporter *events.Reporter
 	queue    queue.Queue
@@ -132,7 +130,6 @@ func New(cfg Config) (*Controller, error) {
 		requests: certificatesinformers.NewCertificateSigningRequestInformer(cfg.Client, 0, cache.Indexers{
 			indexPending: pendingFor, indexIssued: issuedFor,
 		}),
-		owners:   newOwners(cfg),
 		pending:  sets.New[string](),
 		reporter: events.New(cfg.Recorder),
 		queue:    queue.New(Alias),
@@ -171,9 +168,9 @@ func New(cfg Config) (*Controller, error) {
 // nodeChanged is the event handler of Nodes; see nodes.Watch.
 func (c *Controller) nodeChanged(before, after *corev1.Node) {
 	if after == nil {
-		c.owners.reserve(before)
+		c.cfg.Inventory.Claims.DeleteNode(before)
 	} else {
-		c.owners.observe(after)
+		c.cfg.Inventory.Claims.SetNode(after)
 	}
 
 	c.requeueFor(cmp.Or(after, before).Name)

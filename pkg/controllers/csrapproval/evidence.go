@@ -8,15 +8,13 @@ import (
 
 	corev1 "k8s.io/api/core/v1"
 
+	"github.com/talos-ccm/talos-ccm/pkg/claims"
 	"github.com/talos-ccm/talos-ccm/pkg/config"
 	"github.com/talos-ccm/talos-ccm/pkg/csrpolicy"
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
 	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
 )
-
-// indexSubjects is the index of Nodes by their names and addresses.
-const indexSubjects = "csrapproval/subjects"
 
 // PolicyFor returns what the configuration allows a machine: the names that rules assign to it, which its kubelet
 // requests because the Node lists them, and the names and addresses of csrApproval.allowedSANs. The input is that of
@@ -70,16 +68,25 @@ func (c *Controller) reviewFor(request *csrpolicy.Request, nodename string, node
 		Node:         nodeState(node, entry, func() bool { return c.cfg.Managed(node, entry.Machine) }),
 	}
 
-	if node != nil {
-		evidence.Listed, _ = subjectsOf(node)
-		evidence.Policy = c.cfg.Policy(node, entry.Machine)
-		evidence.Credentials = c.credentials(node)
-		evidence.Credentials.Record = cmp.Or(evidence.Credentials.Record, c.owners.pin(nodename))
+	by := claims.Requester{Nodename: nodename, ObservedAt: entry.ObservedAt}
+	if entry.Condition == inventory.Current {
+		by.Endpoint = entry.Machine.Endpoint
 	}
 
-	by := newRequester(nodename, node, entry)
+	if node != nil {
+		by.UID = node.UID
+		evidence.Listed = claims.ListedBy(node)
+		evidence.Policy = c.cfg.Policy(node, entry.Machine)
+		evidence.Credentials = c.credentials(node)
+
+		for _, deleted := range slices.Backward(c.cfg.Inventory.Claims.Deleted(nodename)) {
+			evidence.Credentials.Record = cmp.Or(evidence.Credentials.Record, pinOf(deleted))
+		}
+	}
+
+	policies := map[string]csrpolicy.Policy{}
 	for _, subject := range request.Subjects {
-		if owners := c.owners.of(subject, by); len(owners) > 0 {
+		if owners := c.ownersOf(subject, by, policies); len(owners) > 0 {
 			evidence.Owners[subject] = owners
 		}
 	}
@@ -92,6 +99,38 @@ func (c *Controller) reviewFor(request *csrpolicy.Request, nodename string, node
 	}
 
 	return review{node, evidence, verdict}
+}
+
+// ownersOf returns the owners of a name or an address, as in csrpolicy.Evidence. policies are those of other Nodes, as far
+// as they were evaluated for the request.
+func (c *Controller) ownersOf(subject string, by claims.Requester, policies map[string]csrpolicy.Policy) map[string]time.Time {
+	owners, contradicted := c.cfg.Inventory.Claims.Of(subject, by)
+
+	for _, node := range contradicted {
+		if c.assigns(node, subject, policies) {
+			owners[node.Name] = time.Time{}
+		}
+	}
+
+	return owners
+}
+
+// assigns reports whether the configuration assigns a name or an address to a Node, or may have done so: the inventory
+// may have forgotten the machine, of which that can depend.
+func (c *Controller) assigns(node *corev1.Node, subject string, policies map[string]csrpolicy.Policy) bool {
+	policy, evaluated := policies[node.Name]
+	if !evaluated {
+		last := c.cfg.Inventory.Get(node.Name).Last
+		if last.Nodename == "" {
+			return true
+		}
+
+		policy = c.cfg.Policy(node, last)
+		policies[node.Name] = policy
+	}
+
+	return slices.Contains(machine.CanonicalNames(slices.Concat(policy.ExtraNames, policy.PendingNames)), subject) ||
+		slices.ContainsFunc(policy.ExtraIPs, func(addr netip.Addr) bool { return machine.CanonicalAddress(addr) == subject })
 }
 
 // entryFor returns the inventory's entry for a Node, which is nil if it does not exist. The entry is empty if the Node has
@@ -134,32 +173,4 @@ func machineState(entry inventory.Entry) csrpolicy.MachineState {
 	default:
 		return csrpolicy.MachineUnknown
 	}
-}
-
-// subjectsOf returns a Node's name and addresses in canonical form. It includes the node IPs that its kubelet was
-// started with even if the status does not list them. The node controller also writes the status, and a different
-// machine may respond at the Node's address.
-func subjectsOf(obj any) ([]string, error) {
-	node, ok := obj.(*corev1.Node)
-	if !ok {
-		return nil, nil
-	}
-
-	list := []string{machine.CanonicalName(node.Name)}
-
-	for _, addr := range nodespec.ProvidedNodeIPs(node) {
-		list = append(list, machine.CanonicalAddress(addr))
-	}
-
-	for _, a := range node.Status.Addresses {
-		if addr, err := netip.ParseAddr(a.Address); err == nil {
-			list = append(list, machine.CanonicalAddress(addr))
-		} else if name := machine.CanonicalName(a.Address); name != "" {
-			list = append(list, name)
-		}
-	}
-
-	slices.Sort(list)
-
-	return slices.Compact(list), nil
 }

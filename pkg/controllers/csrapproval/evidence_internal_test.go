@@ -5,11 +5,8 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/assert"
-	"github.com/stretchr/testify/require"
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
-	"k8s.io/client-go/tools/cache"
-	cloudproviderapi "k8s.io/cloud-provider/api"
 
 	"github.com/talos-ccm/talos-ccm/pkg/csrpolicy"
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
@@ -36,19 +33,6 @@ func labeled(n *corev1.Node) *corev1.Node {
 	n.Labels[role] = ""
 
 	return n
-}
-
-func TestSubjectsOf_ReturnsCanonicalNameAndAddresses(t *testing.T) {
-	listed := node("Node-A", "::ffff:10.0.0.1", "Host.example.org.", "10.0.0.1", "FD00::1", "")
-	listed.Annotations = map[string]string{cloudproviderapi.AnnotationAlphaProvidedIPAddr: "10.0.0.1,10.0.0.2"}
-
-	subjects, err := subjectsOf(listed)
-	require.NoError(t, err)
-	assert.Equal(t, []string{"10.0.0.1", "10.0.0.2", "fd00::1", "host.example.org", "node-a"}, subjects)
-
-	subjects, err = subjectsOf(cache.DeletedFinalStateUnknown{}) // not a Node
-	require.NoError(t, err)
-	assert.Empty(t, subjects)
 }
 
 func TestNodeState(t *testing.T) {
