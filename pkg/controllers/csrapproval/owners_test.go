@@ -131,6 +131,23 @@ func TestController_ReleasesAddressOfDeletedNode(t *testing.T) {
 	s.awaitIssued(name)
 }
 
+// The API server does not say which Nodes were deleted before.
+func TestController_NewLeaderReleasesAddressesOfDeletedNode(t *testing.T) {
+	s := alone(t)
+
+	old, next := s.known(), s.known()
+	s.takeAddress(next, old.addr)
+
+	name := s.post(next, request{ips: []netip.Addr{old.addr}})
+	s.Remove(old.name)
+	s.awaitCondition(old.name, inventory.Unknown)
+	s.awaitDeferred(name, csrpolicy.CodeOwnedByOthers)
+	s.assertPending(name)
+
+	s.restart()
+	s.awaitIssued(name)
+}
+
 // The machine of the deleted Node responds under its new name. The identity and the address are the same, which a
 // different machine could report, too.
 func TestController_ApprovesRenamedMachineAfterOldNodeWasDeleted(t *testing.T) {
