@@ -3,13 +3,13 @@ package node
 import (
 	"cmp"
 	"fmt"
-	"slices"
 	"strings"
 	"time"
 
 	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/utils/clock"
 
 	"github.com/talos-ccm/talos-ccm/pkg/internal/events"
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
@@ -57,13 +57,13 @@ const (
 // observation is what the conditions of a Node depend on.
 type observation struct {
 	entry inventory.Entry
-	// isReady is true if the Node is ready. compareConditions sets it.
+	// responds is true if the machine does.
+	responds bool
+	// isReady is true if the Node is.
 	isReady bool
-	// mostRespond is true if at least half of all machines respond.
+	// mostRespond is true if at least half of all machines do.
 	mostRespond bool
-	// publish is false if the Node must have none of the controller's conditions.
-	publish bool
-	now     time.Time
+	now         time.Time
 }
 
 // conditions are all conditions of the controller. state returns what one must state; without a status, the Node must not
@@ -85,8 +85,6 @@ var (
 	}
 )
 
-func (o observation) responds() bool { return o.entry.Condition == inventory.Current }
-
 // stage returns a condition with the last view of the machine as message.
 func (o observation) stage(status corev1.ConditionStatus, reason string) corev1.NodeCondition {
 	message := fmt.Sprintf("Machine is in stage %q", o.entry.Machine.Stage)
@@ -105,11 +103,11 @@ func (o observation) talosReady(present corev1.NodeCondition) corev1.NodeConditi
 	isRunning := o.entry.Machine.Stage == runtime.MachineStageRunning
 
 	switch {
-	case o.responds() && isRunning && len(o.entry.Machine.UnmetConditions) == 0:
+	case o.responds && isRunning && len(o.entry.Machine.UnmetConditions) == 0:
 		return o.stage(corev1.ConditionTrue, reasonRunning)
-	case o.responds() && isRunning:
+	case o.responds && isRunning:
 		return o.stage(corev1.ConditionFalse, reasonUnmetConditions)
-	case o.responds():
+	case o.responds:
 		return o.stage(corev1.ConditionFalse, cmp.Or(announcements[o.entry.Machine.Stage], reasonNotRunning))
 	case present.Status == "", o.entry.UnresponsiveSince.IsZero(), o.now.Sub(o.entry.UnresponsiveSince) < unresponsivePeriod, !o.mostRespond:
 		return present
@@ -123,9 +121,9 @@ func (o observation) talosReady(present corev1.NodeCondition) corev1.NodeConditi
 // condition.
 func (o observation) maintenance(present corev1.NodeCondition) corev1.NodeCondition {
 	switch reason := announcements[o.entry.Machine.Stage]; {
-	case reason != "" && (o.responds() || present.Status == ""):
+	case reason != "" && (o.responds || present.Status == ""):
 		return o.stage(corev1.ConditionTrue, reason)
-	case o.responds() && o.entry.Machine.Stage == runtime.MachineStageRunning && o.isReady:
+	case o.responds && o.entry.Machine.Stage == runtime.MachineStageRunning && o.isReady:
 		return corev1.NodeCondition{}
 	case present.Status == corev1.ConditionTrue && o.now.Sub(present.LastTransitionTime.Time) >= maintenancePeriod:
 		return overdue
@@ -140,9 +138,9 @@ func (o observation) gracefulShutdown(present corev1.NodeCondition) corev1.NodeC
 	isShuttingDown := o.entry.Machine.Stage == runtime.MachineStageShuttingDown
 
 	switch {
-	case o.responds() && isShuttingDown:
+	case o.responds && isShuttingDown:
 		return o.stage(corev1.ConditionTrue, announcements[runtime.MachineStageShuttingDown])
-	case o.responds(), present.Status == "" && !isShuttingDown:
+	case o.responds, present.Status == "" && !isShuttingDown:
 		return corev1.NodeCondition{}
 	case o.entry.Condition == inventory.Unknown:
 		return present
@@ -153,17 +151,35 @@ func (o observation) gracefulShutdown(present corev1.NodeCondition) corev1.NodeC
 
 // expires reports whether a condition may change because time passes.
 func (o observation) expires(kind corev1.NodeConditionType, status corev1.ConditionStatus) bool {
-	return status != "" && status != corev1.ConditionUnknown && (!o.responds() || kind == corev1.NodeMaintenanceInProgress)
+	return status != "" && status != corev1.ConditionUnknown && (!o.responds || kind == corev1.NodeMaintenanceInProgress)
 }
 
-// compareConditions returns the conditions to write, and whether others follow because time passes. A condition without
-// status must be removed.
-func compareConditions(node *corev1.Node, o observation) (changes []corev1.NodeCondition, recheck bool) {
-	o.isReady = nodespec.IsReady(node)
+// isEqual compares conditions without their times and types.
+func isEqual(a, b corev1.NodeCondition) bool {
+	return a.Status == b.Status && a.Reason == b.Reason && a.Message == b.Message
+}
+
+// conditionReconciler computes the conditions of Nodes.
+type conditionReconciler struct {
+	// mostRespond reports whether at least half of all machines respond.
+	mostRespond func() bool
+	clock       clock.PassiveClock
+}
+
+// sync returns the conditions to write to a Node, and the time after which they can change because time passes. A
+// condition without status must be removed.
+func (r conditionReconciler) sync(s state) (changes []corev1.NodeCondition, again time.Duration) {
+	if !nodespec.IsTalos(s.node) || s.node.DeletionTimestamp != nil {
+		return nil, 0
+	}
+
+	o := observation{
+		entry: s.entry, responds: s.entry.Condition == inventory.Current, isReady: nodespec.IsReady(s.node), mostRespond: r.mostRespond(), now: r.clock.Now(),
+	}
 
 	for _, c := range conditions {
 		var present, want corev1.NodeCondition
-		if found := nodespec.Condition(node, c.kind); found != nil {
+		if found := nodespec.Condition(s.node, c.kind); found != nil {
 			present = *found
 		}
 
@@ -171,13 +187,15 @@ func compareConditions(node *corev1.Node, o observation) (changes []corev1.NodeC
 			continue
 		}
 
-		if o.publish {
+		if s.managed && !s.input.Options.OmitConditions {
 			want = c.state(o, present)
 		}
 
-		recheck = recheck || o.expires(c.kind, want.Status)
+		if o.expires(c.kind, want.Status) {
+			again = recheckInterval
+		}
 
-		if want.Status == present.Status && want.Reason == present.Reason && want.Message == present.Message {
+		if isEqual(want, present) {
 			continue
 		}
 
@@ -189,23 +207,5 @@ func compareConditions(node *corev1.Node, o observation) (changes []corev1.NodeC
 		changes = append(changes, want)
 	}
 
-	return changes, recheck
-}
-
-// addConditions adds the conditions to the plan. A Node gets its first conditions with its addresses or, if the addresses
-// are right, after it is initialized. recheck is true if conditions can change because time passes.
-func (c *Controller) addConditions(p *plan, node *corev1.Node, entry inventory.Entry, publish bool) (recheck bool) {
-	if !nodespec.IsTalos(node) || node.DeletionTimestamp != nil {
-		return false
-	}
-
-	if nodespec.IsUninitialized(node) && p.addresses == nil && !slices.ContainsFunc(node.Status.Conditions, isOwn) {
-		return false
-	}
-
-	p.observation = observation{entry: entry, mostRespond: c.config.Inventory.MostRespond(), publish: publish, now: c.config.Clock.Now()}
-
-	p.conditions, recheck = compareConditions(node, p.observation)
-
-	return recheck
+	return changes, again
 }

@@ -13,6 +13,7 @@ import (
 	"github.com/stretchr/testify/require"
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	clocktesting "k8s.io/utils/clock/testing"
 
 	"github.com/talos-ccm/talos-ccm/pkg/internal/events"
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
@@ -44,7 +45,7 @@ func after(before []corev1.NodeCondition, changes []corev1.NodeCondition, kind c
 }
 
 func nodeWith(conditions ...corev1.NodeCondition) *corev1.Node {
-	return &corev1.Node{Status: corev1.NodeStatus{Conditions: conditions}}
+	return &corev1.Node{Status: corev1.NodeStatus{NodeInfo: corev1.NodeSystemInfo{OSImage: "Talos (v1.14.1)"}, Conditions: conditions}}
 }
 
 // ready returns the condition of the kubelet.
@@ -52,7 +53,21 @@ func ready(status corev1.ConditionStatus) corev1.NodeCondition {
 	return corev1.NodeCondition{Type: corev1.NodeReady, Status: status}
 }
 
-func omitted(o observation) observation {
+// situation is what conditions depend on besides the Node.
+type situation struct {
+	entry                inventory.Entry
+	publish, mostRespond bool
+	now                  time.Time
+}
+
+// sync syncs the conditions of a Node.
+func (o situation) sync(n *corev1.Node) (changes []corev1.NodeCondition, again time.Duration) {
+	r := conditionReconciler{func() bool { return o.mostRespond }, clocktesting.NewFakePassiveClock(o.now)}
+
+	return r.sync(state{node: n, entry: o.entry, managed: o.publish})
+}
+
+func omitted(o situation) situation {
 	o.publish = false
 
 	return o
@@ -100,7 +115,7 @@ func TestConditions_OfRespondingMachines(t *testing.T) {
 		seen[row.stage] = true
 
 		for _, isReady := range []corev1.ConditionStatus{corev1.ConditionFalse, corev1.ConditionTrue} {
-			o := observation{publish: true, entry: current(machine.Machine{Stage: row.stage}), now: noon}
+			o := situation{publish: true, entry: current(machine.Machine{Stage: row.stage}), now: noon}
 
 			want := row.maintenanceNotReady
 			if isReady == corev1.ConditionTrue {
@@ -116,7 +131,7 @@ func TestConditions_OfRespondingMachines(t *testing.T) {
 				{[]corev1.NodeCondition{present(maintenance, corev1.ConditionUnknown, time.Minute), present(shutdown, corev1.ConditionUnknown, time.Minute)}, want.unknown, row.shutdown.unknown},
 			} {
 				what := fmt.Sprintf("stage %s, ready %v, before %v", row.stage, isReady, test.before)
-				changes, _ := compareConditions(nodeWith(append(test.before, ready(isReady))...), o)
+				changes, _ := o.sync(nodeWith(append(test.before, ready(isReady))...))
 
 				assert.Equal(t, row.talosReady, after(test.before, changes, ConditionTalosReady), what)
 				assert.Equal(t, test.wantMaintenance, after(test.before, changes, maintenance), what)
@@ -158,22 +173,22 @@ func TestConditions_OfSilentMachines(t *testing.T) {
 		{"never came back, another leader", inventory.Entry{}, false, time.Hour, "True Before", "Unknown Overdue", "True Before", true},
 	} {
 		for _, isReady := range []corev1.ConditionStatus{corev1.ConditionFalse, corev1.ConditionTrue} {
-			o := observation{publish: true, entry: test.entry, mostRespond: !test.isolated, now: noon}
+			o := situation{publish: true, entry: test.entry, mostRespond: !test.isolated, now: noon}
 
-			changes, recheck := compareConditions(nodeWith(ready(isReady)), o)
+			changes, again := o.sync(nodeWith(ready(isReady)))
 			assert.Empty(t, changes, test.name)
-			assert.False(t, recheck, test.name)
+			assert.Zero(t, again, test.name)
 
 			var before []corev1.NodeCondition
 			for _, c := range conditions {
 				before = append(before, present(c.kind, corev1.ConditionTrue, test.age))
 			}
 
-			changes, recheck = compareConditions(nodeWith(append(before, ready(isReady))...), o)
+			changes, again = o.sync(nodeWith(append(before, ready(isReady))...))
 			assert.Equal(t, test.talosReady, after(before, changes, ConditionTalosReady), test.name)
 			assert.Equal(t, test.maintenance, after(before, changes, maintenance), test.name)
 			assert.Equal(t, test.shutdown, after(before, changes, shutdown), test.name)
-			assert.Equal(t, test.recheck, recheck, test.name)
+			assert.Equal(t, test.recheck, again == recheckInterval, test.name)
 		}
 	}
 }
@@ -181,22 +196,22 @@ func TestConditions_OfSilentMachines(t *testing.T) {
 func TestConditions_CountAnnouncementsOfMachinesThatStoppedResponding(t *testing.T) {
 	t.Parallel()
 
-	o := observation{publish: true, entry: current(machine.Machine{Stage: runtime.MachineStageShuttingDown}), mostRespond: true, now: noon}
+	o := situation{publish: true, entry: current(machine.Machine{Stage: runtime.MachineStageShuttingDown}), mostRespond: true, now: noon}
 	o.entry.Condition, o.entry.UnresponsiveSince = inventory.Unreachable, noon
 
-	changes, _ := compareConditions(nodeWith(), o)
+	changes, _ := o.sync(nodeWith())
 	assert.Equal(t, "-", after(nil, changes, ConditionTalosReady))
 	assert.Equal(t, "True ShuttingDown", after(nil, changes, maintenance))
 	assert.Equal(t, "Unknown Unreachable", after(nil, changes, shutdown))
 
-	again, _ := compareConditions(nodeWith(changes...), o)
+	again, _ := o.sync(nodeWith(changes...))
 	assert.Empty(t, again)
 
 	o.now = noon.Add(time.Hour)
-	overdue, _ := compareConditions(nodeWith(changes...), o)
+	overdue, _ := o.sync(nodeWith(changes...))
 	assert.Equal(t, "Unknown Overdue", after(changes, overdue, maintenance))
 
-	again, _ = compareConditions(nodeWith(overdue[0], changes[1]), o)
+	again, _ = o.sync(nodeWith(overdue[0], changes[1]))
 	assert.Empty(t, again)
 }
 
@@ -205,9 +220,9 @@ func TestConditions_OverdueIfTheNodeIsNotReady(t *testing.T) {
 
 	for _, stage := range []runtime.MachineStage{runtime.MachineStageRunning, runtime.MachineStageBooting} {
 		before := []corev1.NodeCondition{present(maintenance, corev1.ConditionTrue, time.Hour)}
-		o := observation{publish: true, entry: current(machine.Machine{Stage: stage}), now: noon}
+		o := situation{publish: true, entry: current(machine.Machine{Stage: stage}), now: noon}
 
-		changes, _ := compareConditions(nodeWith(before...), o)
+		changes, _ := o.sync(nodeWith(before...))
 		assert.Equal(t, "Unknown Overdue", after(before, changes, maintenance), stage.String())
 	}
 }
@@ -218,14 +233,14 @@ func TestConditions_ListUnmetConditions(t *testing.T) {
 	talos := machine.Machine{Stage: runtime.MachineStageRunning, UnmetConditions: []runtime.UnmetCondition{
 		{Name: "services", Reason: "etcd not healthy"}, {Name: "time", Reason: "time is not synced"},
 	}}
-	o := observation{publish: true, entry: current(talos), now: noon}
+	o := situation{publish: true, entry: current(talos), now: noon}
 
-	changes, _ := compareConditions(nodeWith(), o)
+	changes, _ := o.sync(nodeWith())
 	assert.Equal(t, "False UnmetConditions", after(nil, changes, ConditionTalosReady))
 	assert.Equal(t, `Machine is in stage "running"; services: etcd not healthy; time: time is not synced`, changes[0].Message)
 
 	o.entry.Machine.UnmetConditions[0].Reason = strings.Repeat("\xffx", 1<<20)
-	changes, _ = compareConditions(nodeWith(), o)
+	changes, _ = o.sync(nodeWith())
 	assert.LessOrEqual(t, len(changes[0].Message), events.MaxMessage)
 }
 
@@ -233,20 +248,20 @@ func TestConditions_TransitionTimeChangesOnlyWithStatus(t *testing.T) {
 	t.Parallel()
 
 	before := present(maintenance, corev1.ConditionTrue, time.Minute)
-	o := observation{publish: true, entry: current(machine.Machine{Stage: runtime.MachineStageRebooting}), now: noon}
+	o := situation{publish: true, entry: current(machine.Machine{Stage: runtime.MachineStageRebooting}), now: noon}
 
-	changes, _ := compareConditions(nodeWith(before), o)
+	changes, _ := o.sync(nodeWith(before))
 	require.Len(t, changes, 2)
 	assert.Equal(t, noon, changes[0].LastTransitionTime.Time, "a new condition")
 	assert.Equal(t, before.LastTransitionTime, changes[1].LastTransitionTime, "a new reason")
 	assert.Equal(t, noon, changes[1].LastHeartbeatTime.Time)
 
-	changes, _ = compareConditions(nodeWith(changes...), o)
+	changes, _ = o.sync(nodeWith(changes...))
 	assert.Empty(t, changes, "nothing has changed")
 
-	running := observation{publish: true, entry: current(machine.Machine{Stage: runtime.MachineStageRunning}), now: noon}
-	_, recheck := compareConditions(nodeWith(before, ready(corev1.ConditionTrue)), running)
-	assert.False(t, recheck, "conditions of a running machine do not depend on the time")
+	running := situation{publish: true, entry: current(machine.Machine{Stage: runtime.MachineStageRunning}), now: noon}
+	_, again := running.sync(nodeWith(before, ready(corev1.ConditionTrue)))
+	assert.Zero(t, again, "conditions of a running machine do not depend on the time")
 }
 
 func TestConditions_OfOtherWritersAreNotChanged(t *testing.T) {
@@ -259,10 +274,10 @@ func TestConditions_OfOtherWritersAreNotChanged(t *testing.T) {
 				foreign = append(foreign, corev1.NodeCondition{Type: c.kind, Status: corev1.ConditionTrue, Reason: []string{"AdminRequested", "", "MaintenanceWindow"}[i]})
 			}
 
-			o := observation{publish: true, entry: current(machine.Machine{Stage: stage}), now: noon}
+			o := situation{publish: true, entry: current(machine.Machine{Stage: stage}), now: noon}
 			o.publish = publish
 
-			changes, _ := compareConditions(nodeWith(append(foreign, ready(corev1.ConditionTrue))...), o)
+			changes, _ := o.sync(nodeWith(append(foreign, ready(corev1.ConditionTrue))...))
 			assert.Empty(t, changes, stage.String())
 		}
 	}
@@ -271,15 +286,15 @@ func TestConditions_OfOtherWritersAreNotChanged(t *testing.T) {
 func TestConditions_AreRemovedIfNotPublished(t *testing.T) {
 	t.Parallel()
 
-	o := observation{publish: true, entry: current(machine.Machine{Stage: runtime.MachineStageShuttingDown}), now: noon}
+	o := situation{publish: true, entry: current(machine.Machine{Stage: runtime.MachineStageShuttingDown}), now: noon}
 
-	changes, _ := compareConditions(nodeWith(), omitted(o))
+	changes, _ := omitted(o).sync(nodeWith())
 	assert.Empty(t, changes)
 
-	published, _ := compareConditions(nodeWith(), o)
+	published, _ := o.sync(nodeWith())
 	require.Len(t, published, len(conditions))
 
-	changes, _ = compareConditions(nodeWith(published...), omitted(o))
+	changes, _ = omitted(o).sync(nodeWith(published...))
 	removed := map[corev1.NodeConditionType]corev1.ConditionStatus{}
 
 	for _, c := range changes {

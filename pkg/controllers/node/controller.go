@@ -18,31 +18,26 @@
 // another field manager owns, except the upstream Talos CCM. It uses the data of a machine only if the machine reported
 // the Node's name over a verified connection.
 //
-// A sync compares the Node with its desired state (plan.go), and writes the differences (write). The same code
-// initializes a Node and updates it. If a request fails, the Node keeps the uninitialized taint, and the sync is
-// retried. Labels and annotations are applied, so that the API server removes those that a later apply omits.
-// The providerID is patched: omitting it from a later apply would remove it, which the API server forbids.
+// A sync compares the Node with its desired state (plan.go), sends the first request that it needs, and compares
+// again. The same code initializes a Node and updates it. If a request fails, the Node keeps the uninitialized
+// taint, and the sync is retried. Labels and annotations are applied, so that the API server removes those that a later
+// apply omits. The providerID is patched: omitting it from a later apply would remove it, which the API server forbids.
 package node
 
 import (
-	"cmp"
 	"context"
 	"encoding/json"
-	"errors"
 	"fmt"
+	"slices"
 	"strings"
-	"sync"
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
-	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/apimachinery/pkg/util/sets"
-	corev1ac "k8s.io/client-go/applyconfigurations/core/v1"
 	coreinformers "k8s.io/client-go/informers/core/v1"
 	"k8s.io/client-go/kubernetes"
-	corelisters "k8s.io/client-go/listers/core/v1"
 	"k8s.io/client-go/tools/cache"
 	"k8s.io/client-go/tools/record"
 	"k8s.io/klog/v2"
@@ -106,7 +101,8 @@ const (
 	// factsTimeout is how long a new Node waits until its machine has booted. Something that waits for the Node may delay that.
 	factsTimeout = time.Minute
 
-	indexProviderID = "providerID"
+	// maxRequests is one more than a Node needs.
+	maxRequests = 5
 )
 
 // Config configures a Controller. Every field is required.
@@ -125,46 +121,36 @@ type Config struct {
 // Controller is the node controller. Use New and Run.
 type Controller struct {
 	config       Config
-	lister       corelisters.NodeLister
+	planner      planner
 	indexer      cache.Indexer
+	providerIDs  *providerIDs
+	conditions   conditionReconciler
 	reporter     *events.Reporter
 	expectations *expectations.Expectations
 	pending      *pendingNodes
 	queue        queue.Queue
-
-	mu sync.Mutex
-	// reservations are the providerIDs that Nodes will get, by nodename. The cache shows a providerID only after it is
-	// written, and several Nodes are synced at the same time.
-	reservations map[string]string
 }
 
 // New returns a Controller that is subscribed to Nodes and machines. Call it before the informer is started.
 func New(cfg Config) (*Controller, error) {
 	informer := cfg.Nodes.Informer()
+	if err := informer.AddIndexers(indexers); err != nil {
+		return nil, fmt.Errorf("index nodes by providerID: %w", err)
+	}
 
 	c := &Controller{
 		config:       cfg,
-		lister:       cfg.Nodes.Lister(),
+		planner:      planner{cfg.Nodes.Lister(), cfg.Inventory, cfg.Clock, cfg.Options},
 		indexer:      informer.GetIndexer(),
+		conditions:   conditionReconciler{cfg.Inventory.MostRespond, cfg.Clock},
 		reporter:     events.New(cfg.Recorder),
 		expectations: expectations.New(),
 		pending:      &pendingNodes{gauge: uninitialized, names: sets.New[string]()},
 		queue:        queue.New(Alias),
-		reservations: map[string]string{},
 	}
+	c.providerIDs = &providerIDs{nodes: c.indexer, freed: func() { c.queueWaiting() }, reserved: map[string]string{}}
 
-	err := informer.AddIndexers(cache.Indexers{indexProviderID: func(obj any) ([]string, error) {
-		if node, ok := obj.(*corev1.Node); ok && node.Spec.ProviderID != "" {
-			return []string{node.Spec.ProviderID}, nil
-		}
-
-		return nil, nil
-	}})
-	if err != nil {
-		return nil, fmt.Errorf("index nodes by providerID: %w", err)
-	}
-
-	_, err = nodes.Watch(cfg.Nodes, func(before, after *corev1.Node) {
+	_, err := nodes.Watch(cfg.Nodes, func(before, after *corev1.Node) {
 		if after == nil {
 			c.queueWaiting(before.Name)
 		} else {
@@ -187,6 +173,24 @@ func (c *Controller) Resync() {
 	}
 }
 
+// queueWaiting queues the given Nodes and those without a providerID, each once and in the order of their names: they may
+// be waiting for a providerID that has become free.
+func (c *Controller) queueWaiting(nodenames ...string) {
+	waiting := nodenames
+
+	for _, obj := range c.indexer.List() {
+		if node, isNode := obj.(*corev1.Node); isNode && node.Spec.ProviderID == "" {
+			waiting = append(waiting, node.Name)
+		}
+	}
+
+	slices.Sort(waiting)
+
+	for _, nodename := range slices.Compact(waiting) {
+		c.queue.Add(nodename)
+	}
+}
+
 // Run processes the queue. It returns after ctx has ended and all workers have finished.
 func (c *Controller) Run(ctx context.Context) {
 	defer c.queue.ShutDown()
@@ -200,6 +204,15 @@ func (c *Controller) Run(ctx context.Context) {
 	queue.Reconciler{Queue: c.queue, Subject: "node", Failure: "Failed to update node; retrying", Sync: c.sync}.Run(ctx, c.config.Workers)
 }
 
+// Results of a sync, as label values of the metric.
+const (
+	resultUnchanged = "unchanged"
+	resultChanged   = "changed"
+	resultPending   = "pending"
+	resultConflict  = "conflict"
+	resultError     = "error"
+)
+
 // sync updates one Node and counts the result.
 func (c *Controller) sync(ctx context.Context, nodename string) (again time.Duration, err error) {
 	ctx, cancel := context.WithTimeout(ctx, syncTimeout)
@@ -207,20 +220,25 @@ func (c *Controller) sync(ctx context.Context, nodename string) (again time.Dura
 
 	result := resultUnchanged
 
-	node, err := c.lister.Get(nodename)
+	node, err := c.planner.nodes.Get(nodename)
+	if err == nil {
+		if node.Spec.ProviderID != "" {
+			c.providerIDs.release(nodename, node.Spec.ProviderID)
+		}
+
+		if c.expectations.Satisfied(node) {
+			result, again, err = c.syncNode(ctx, node)
+		}
+	}
+
 	switch {
-	case err == nil:
-		result, again, err = c.syncNode(ctx, node)
 	case apierrors.IsNotFound(err):
 		err = nil
 
 		c.reporter.Forget(nodename)
 		c.expectations.Forget(nodename)
 		c.pending.update(func(names sets.Set[string]) { names.Delete(nodename) })
-		c.release(nodename, "")
-	}
-
-	switch {
+		c.providerIDs.release(nodename, "")
 	case apierrors.IsConflict(err):
 		result = resultConflict
 	case err != nil:
@@ -232,164 +250,80 @@ func (c *Controller) sync(ctx context.Context, nodename string) (again time.Dura
 	return again, err
 }
 
-// Results of a sync, as label values of the metric.
-const (
-	resultUnchanged = "unchanged"
-	resultChanged   = "changed"
-	resultPending   = "pending"
-	resultConflict  = "conflict"
-	resultError     = "error"
-)
-
-// syncNode updates a Node. If the desired state is not known yet, it reports why and returns no error: the change that
-// resolves it queues the Node.
+// syncNode sends the first request that the Node needs, and plans again with the Node that the API server returned. The
+// request that removes the uninitialized taint is thus sent only for a version that needs nothing else. Another client may
+// revert every request: after maxRequests, the cache queues the Node.
 func (c *Controller) syncNode(ctx context.Context, node *corev1.Node) (result string, again time.Duration, err error) {
-	entry, in := c.machineOf(node)
-	managed := isManaged(node, entry, in)
+	var (
+		p       plan
+		last    request
+		changes []string
+	)
 
-	c.pending.update(func(names sets.Set[string]) {
-		if managed && nodespec.IsUninitialized(node) {
-			names.Insert(node.Name)
-		} else {
-			names.Delete(node.Name)
-		}
-	})
-
-	if !c.expectations.Satisfied(node) {
-		return resultUnchanged, 0, nil
-	}
-
-	p, isPending := &plan{}, false
-
-	if managed {
-		planned, problems, err := c.plan(node, entry, in)
-		if err != nil {
-			return "", 0, fmt.Errorf("compare node %s: %w", node.Name, err)
+	for range maxRequests {
+		if p, again, err = c.prepare(node); err != nil {
+			return "", 0, err
 		}
 
-		c.report(node, problems)
-
-		if isPending = planned == nil; isPending {
-			again = factsTimeout // nodespec may wait for facts until then
-		} else {
-			p = planned
+		requests := p.requests(node)
+		if len(requests) == 0 {
+			break
 		}
-	} else {
-		c.release(node.Name, node.Spec.ProviderID)
-		c.report(node, nil)
-	}
 
-	if c.addConditions(p, node, entry, managed && !in.Options.OmitConditions) {
-		again = recheckInterval
+		last = requests[0]
+		if node, err = c.send(ctx, node.Name, last); apierrors.IsNotFound(err) {
+			return resultUnchanged, 0, nil // the cache will show the deletion
+		} else if err != nil {
+			return "", 0, err
+		}
+
+		if changes = append(changes, last.changes...); len(requests) == 1 {
+			break
+		}
 	}
 
 	switch {
-	case !p.empty():
-		result, err = c.update(ctx, node, *p) // the new version of the Node is queued
-	case isPending:
-		result = resultPending
+	case last.initializes:
+		c.reportInitialized(ctx, node)
+	case len(changes) > 0:
+		klog.FromContext(ctx).Info("Updated node", "changes", changes)
+	case p.isPending:
+		return resultPending, again, nil
 	default:
-		result = resultUnchanged
+		return resultUnchanged, again, nil
 	}
 
-	return result, again, err
+	return resultChanged, again, nil
 }
 
-// machineOf returns the machine of a Node and the input for its desired state.
-func (c *Controller) machineOf(node *corev1.Node) (inventory.Entry, nodespec.Input) {
-	entry := c.config.Inventory.Get(node.Name)
-	in := nodespec.NewInput(node, entry.Machine, c.config.Options(entry.Machine)).WithPeers(c.config.Inventory, node.Name, c.lister.Get)
-	in.AwaitsFacts = c.config.Clock.Since(node.CreationTimestamp.Time) < factsTimeout
-
-	return entry, in
-}
-
-// isManaged reports whether the controller manages a Node. The Node must run Talos and not be in deletion, and the
-// configuration must select its machine. A machine that has not responded yet counts as selected.
-func isManaged(node *corev1.Node, entry inventory.Entry, in nodespec.Input) bool {
-	return nodespec.IsTalos(node) && node.DeletionTimestamp == nil && (entry.ObservedAt.IsZero() || nodespec.Selected(in))
-}
-
-// plan returns the plan for a managed Node and the problems to report. The plan is nil if the desired state is not
-// known yet or cannot be written.
-func (c *Controller) plan(node *corev1.Node, entry inventory.Entry, in nodespec.Input) (*plan, []events.Problem, error) {
-	spec, problems := c.desired(node, entry, in)
-	for kind, why := range entry.Machine.Ignored {
-		problems = append(problems, events.Problem{Reason: ReasonInvalidValue, Subject: "machine//" + kind, Message: "Resources of the machine are ignored: " + why})
-	}
-
-	if spec == nil {
-		return nil, problems, nil
-	}
-
-	wanted := spec.ProviderID
-
-	id, problem := c.providerID(node, entry, wanted)
-	if problem != nil {
-		problems = append(problems, *problem)
-
-		if problem.Reason == ReasonProviderIDInUse {
-			return nil, problems, nil
-		}
-	}
-
-	spec.ProviderID = id
-
-	p, err := makePlan(node, *spec)
-	if err != nil {
-		return nil, nil, err
-	}
-
-	p.wantedID = wanted
-
-	return &p, append(problems, p.conflicts...), nil
-}
-
-// desired returns the desired state of the Node, or nil if it is not known yet, and the problems to report.
-func (c *Controller) desired(node *corev1.Node, entry inventory.Entry, in nodespec.Input) (desired *nodespec.Spec, problems []events.Problem) {
-	switch entry.Condition {
-	case inventory.Unreachable:
-		problems = append(problems, events.Problem{Reason: ReasonUnreachable, Message: "Talos API is unreachable: " + entry.Reason})
-	case inventory.Mismatch:
-		c.release(node.Name, node.Spec.ProviderID)
-
-		message := "Machine does not belong to this node: " + entry.Reason
-
-		// The machine is probably the Node's own, and its kubelet has registered it under a different name.
-		if _, err := c.lister.Get(entry.Responding); apierrors.IsNotFound(err) {
-			message += ", and no node has that name. If its kubelet has another name by hostname-override in the extraArgs of the kubelet, " +
-				"set the hostname of the machine or registerWithFQDN instead. If it was renamed, its new node appears when its kubelet starts"
-		}
-
-		problems = append(problems, events.Problem{Reason: ReasonIdentityMismatch, Message: message})
-	case inventory.Unknown, inventory.Current:
-	}
-
-	// The last view of an unreachable machine is good enough to update a Node, but not to initialize or identify it.
+// prepare returns the plan for a Node, and the time after which the plan may change. It reserves the providerID, and
+// reports the problems.
+func (c *Controller) prepare(node *corev1.Node) (p plan, again time.Duration, err error) {
+	s := c.planner.observe(node)
 	isUninitialized := nodespec.IsUninitialized(node)
-	if entry.ObservedAt.IsZero() || (entry.Condition != inventory.Current && (isUninitialized || node.Spec.ProviderID == "")) {
-		return nil, problems
+
+	c.pending.update(func(names sets.Set[string]) {
+		if names.Delete(node.Name); s.managed && isUninitialized {
+			names.Insert(node.Name)
+		}
+	})
+
+	if p, err = c.planner.plan(s, c.providerIDs.assign(s)); err != nil {
+		return plan{}, 0, err
 	}
 
-	started := c.config.Clock.Now()
-	spec, invalid, pending := nodespec.Desired(in)
+	c.report(node, p.problems)
 
-	transformation.Observe(c.config.Clock.Since(started).Seconds())
-
-	for _, p := range invalid {
-		problems = append(problems, events.Problem{Reason: ReasonInvalidValue, Subject: p.Kind() + "/" + p.Rule + "/" + p.Key, Message: p.String()})
+	// A Node gets its first conditions with its addresses or, if these are right, after it is initialized.
+	if !isUninitialized || p.addresses != nil || slices.ContainsFunc(node.Status.Conditions, isOwn) {
+		p.conditions, again = c.conditions.sync(s)
 	}
 
-	if pending == "" {
-		return &spec, problems
+	if again == 0 && p.isPending {
+		again = factsTimeout // nodespec may wait for facts until then
 	}
 
-	// No Event for initialized Nodes: every machine lacks metadata for a while after a reboot. Their updates wait, too.
-	if isUninitialized {
-		problems = append(problems, events.Problem{Reason: ReasonMetadataPending, Message: "Node cannot be initialized yet: " + pending})
-	}
-
-	return nil, problems
+	return p, again, nil
 }
 
 // report emits Events for new problems, and counts the invalid values and topology changes among them.
@@ -405,157 +339,35 @@ func (c *Controller) report(node *corev1.Node, problems []events.Problem) {
 	}
 }
 
-// update writes the plan, logs it and emits an Event for an initialization.
-func (c *Controller) update(ctx context.Context, node *corev1.Node, p plan) (result string, err error) {
-	written, err := c.write(ctx, node, p)
-	c.expectations.Expect(written)
+// send sends a request, and returns the new version of the Node.
+func (c *Controller) send(ctx context.Context, nodename string, r request) (*corev1.Node, error) {
+	changes := strings.Join(r.changes, ", ")
 
-	switch {
-	case apierrors.IsNotFound(err): // deleted in the meantime
-		return resultUnchanged, nil
-	case err != nil:
-		return "", fmt.Errorf("update node %s: %w", node.Name, err)
+	data, err := json.Marshal(r.body)
+	if err != nil {
+		return nil, fmt.Errorf("encode %s of node %s: %w", changes, nodename, err)
 	}
 
-	logger := klog.FromContext(ctx)
+	options := metav1.PatchOptions{FieldManager: FieldManager}
 
-	if !p.initialize {
-		conditions := []string{} // not nil, which is logged as null
-		for _, condition := range p.conditions {
-			conditions = append(conditions, fmt.Sprintf("%s=%s", condition.Type, condition.Status))
-		}
-
-		logger.Info("Updated node", "metadata", p.apply, "addresses", p.addresses != nil, "taints", p.updateTaints, "conditions", conditions)
-
-		return resultChanged, nil
+	node, err := c.config.Client.CoreV1().Nodes().Patch(ctx, nodename, r.kind, data, options, r.subresource...)
+	if err != nil {
+		return nil, fmt.Errorf("patch %s of node %s: %w", changes, nodename, err)
 	}
 
-	providerID := cmp.Or(node.Spec.ProviderID, p.providerID)
-	duration := c.config.Clock.Since(node.CreationTimestamp.Time)
-	initialization.Observe(duration.Seconds())
-	logger.Info("Initialized node", "providerID", providerID, "duration", duration)
-
-	if providerID == "" {
-		c.config.Recorder.Event(node, corev1.EventTypeNormal, ReasonInitialized, "Initialized without providerID")
-	} else {
-		c.config.Recorder.Eventf(node, corev1.EventTypeNormal, ReasonInitialized, "Initialized with providerID %s", providerID)
-	}
-
-	return resultChanged, nil
-}
-
-// write writes the plan in the order that makes initialization atomic for the scheduler: labels and annotations,
-// addresses and conditions, and in the last request the providerID and the taints. It returns the Node after the last
-// successful request, or the given Node. Every request contains the UID of the Node that the plan was made for, so that
-// it can neither change a later Node of the same name nor create one.
-func (c *Controller) write(ctx context.Context, node *corev1.Node, p plan) (*corev1.Node, error) {
-	for _, step := range []struct {
-		action  string
-		needed  bool
-		request func(*corev1.Node) (*corev1.Node, error)
-	}{
-		{"take over from the upstream Talos CCM", p.managedFields != nil, func(node *corev1.Node) (*corev1.Node, error) {
-			// The request contains the resourceVersion, because it replaces a list.
-			return c.patch(ctx, node.Name, types.MergePatchType, map[string]any{
-				"metadata": map[string]any{"uid": node.UID, "resourceVersion": node.ResourceVersion, "managedFields": p.managedFields},
-			})
-		}},
-		{"apply labels and annotations", p.apply, func(node *corev1.Node) (*corev1.Node, error) {
-			// Without force: if a client has taken a key since the plan was made, the request fails, and the next sync
-			// skips the key.
-			config := corev1ac.Node(node.Name).WithUID(node.UID).WithLabels(p.labels).WithAnnotations(p.annotations)
-			if p.recordsTaint {
-				config.WithResourceVersion(node.ResourceVersion)
-			}
-
-			return c.config.Client.CoreV1().Nodes().Apply(ctx, config, metav1.ApplyOptions{FieldManager: FieldManager})
-		}},
-		{"patch status", p.patchesStatus(), func(node *corev1.Node) (*corev1.Node, error) { return c.patchStatus(ctx, node, p) }},
-		{"patch spec", p.patchesSpec(), func(node *corev1.Node) (*corev1.Node, error) { return c.patchSpec(ctx, node, p) }},
-	} {
-		if !step.needed {
-			continue
-		}
-
-		written, err := step.request(node)
-		if err != nil {
-			return node, fmt.Errorf("%s: %w", step.action, err)
-		}
-
-		node = written
-	}
+	c.expectations.Expect(node)
 
 	return node, nil
 }
 
-// patchStatus sets the addresses and the conditions. The strategic merge patch leaves other conditions alone. It replaces
-// the addresses, because merging would drop all but one of each type (https://github.com/kubernetes/kubernetes/issues/79391).
-// Their order is kept, because they are grouped by type. Another writer may set a condition after the plan was made:
-// patchStatus compares the conditions again, and the request contains the resourceVersion.
-func (c *Controller) patchStatus(ctx context.Context, node *corev1.Node, p plan) (*corev1.Node, error) {
-	metadata, status := map[string]any{"uid": node.UID}, map[string]any{}
-
-	if p.addresses != nil {
-		list := []any{map[string]any{"$patch": "replace"}}
-		for _, address := range p.addresses {
-			list = append(list, address)
-		}
-
-		status["addresses"] = list
+// reportInitialized logs and measures the initialization of a Node, and emits an Event.
+func (c *Controller) reportInitialized(ctx context.Context, node *corev1.Node) {
+	duration, message := c.config.Clock.Since(node.CreationTimestamp.Time), "Initialized without providerID"
+	if node.Spec.ProviderID != "" {
+		message = "Initialized with providerID " + node.Spec.ProviderID
 	}
 
-	if p.conditions != nil {
-		conditions, _ := compareConditions(node, p.observation)
-		list := make([]any, len(conditions))
-
-		for i, condition := range conditions {
-			if list[i] = condition; condition.Status == "" {
-				list[i] = map[string]any{"$patch": "delete", "type": condition.Type}
-			}
-		}
-
-		metadata["resourceVersion"], status["conditions"] = node.ResourceVersion, list
-	}
-
-	return c.patch(ctx, node.Name, types.StrategicMergePatchType, map[string]any{"metadata": metadata, "status": status}, "status")
-}
-
-// patchSpec sets the providerID and the taints. The request contains the resourceVersion, because it replaces the list
-// of taints, and because a providerID cannot be changed once it is set. Most other requests do not contain the
-// resourceVersion, so another client may have changed the Node before them. patchSpec therefore compares the Node again,
-// and fails if another client has reverted labels, annotations or addresses. They must be in place before the
-// uninitialized taint is removed.
-func (c *Controller) patchSpec(ctx context.Context, node *corev1.Node, p plan) (*corev1.Node, error) {
-	left, err := makePlan(node, p.spec)
-	if err != nil {
-		return nil, err
-	} else if left.apply || left.addresses != nil || left.providerID != p.providerID {
-		return nil, apierrors.NewConflict(corev1.Resource("nodes"), node.Name, errors.New("another client changed it after the plan was made"))
-	}
-
-	spec := map[string]any{}
-	if p.providerID != "" {
-		spec["providerID"] = p.providerID
-	}
-
-	if p.updateTaints {
-		spec["taints"] = mergeTaints(node, p.spec.Taints).list
-	}
-
-	return c.patch(ctx, node.Name, types.MergePatchType, map[string]any{
-		"metadata": map[string]any{"uid": node.UID, "resourceVersion": node.ResourceVersion},
-		"spec":     spec,
-	})
-}
-
-// patch sends a patch. A JSON merge patch replaces lists, a strategic merge patch merges them.
-func (c *Controller) patch(
-	ctx context.Context, nodename string, kind types.PatchType, patch map[string]any, subresources ...string,
-) (*corev1.Node, error) {
-	data, err := json.Marshal(patch)
-	if err != nil {
-		return nil, err
-	}
-
-	return c.config.Client.CoreV1().Nodes().Patch(ctx, nodename, kind, data, metav1.PatchOptions{FieldManager: FieldManager}, subresources...)
+	initialization.Observe(duration.Seconds())
+	klog.FromContext(ctx).Info("Initialized node", "providerID", node.Spec.ProviderID, "duration", duration)
+	c.config.Recorder.Event(node, corev1.EventTypeNormal, ReasonInitialized, message)
 }

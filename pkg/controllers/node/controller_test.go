@@ -729,14 +729,7 @@ func TestController_InitializesCompleteNodesOnly(t *testing.T) {
 		{"label", func(s suite, name string) func() {
 			require.NoError(s, patch(s, name, otherAddresses, "status")(s.Context()))
 
-			second := make(chan func(), 1)
-			first := s.overtake(name, func(context.Context) error {
-				second <- s.overtake(name, patch(s, name, fmt.Sprintf(`{"metadata":{"labels":{%q:null}}}`, corev1.LabelTopologyZone)))
-
-				return nil
-			})
-
-			return func() { first(); (<-second)() }
+			return s.overtakeRequest(name, 2, patch(s, name, fmt.Sprintf(`{"metadata":{"labels":{%q:null}}}`, corev1.LabelTopologyZone)))
 		}},
 	} {
 		t.Run(test.name, func(t *testing.T) {
@@ -753,6 +746,35 @@ func TestController_InitializesCompleteNodesOnly(t *testing.T) {
 			n := s.AwaitNodeSince(seen, "without uninitialized taint", func(n *corev1.Node) bool { return !tainted(n) })
 			assert.Equal(t, addressList(m, nil, nil), n.Status.Addresses)
 			assert.Equal(t, "aws-zone", n.Labels[corev1.LabelTopologyZone])
+		})
+	}
+}
+
+// Another client adds a taint before the first or the second of two requests.
+func TestController_KeepsTaintThatIsAddedDuringInitialization(t *testing.T) {
+	for name, test := range map[string]struct{ before, requests int }{
+		"between plan and first request": {1, 2},
+		"between requests":               {2, 3}, // one conflict
+	} {
+		t.Run(name, func(t *testing.T) {
+			s := parallel(t)
+			nodename := fmt.Sprintf("tainted-before-%d", test.before)
+			m := s.Join(talostest.MachineSpec{Nodename: nodename, Platform: platform("aws", nodename), PlatformPending: true})
+			s.AwaitEvent(nodename, node.ReasonMetadataPending)
+
+			wait := s.overtakeRequest(nodename, test.before, func(ctx context.Context) error {
+				patch := fmt.Appendf(nil, `{"spec":{"taints":[{"key":%q,"effect":"NoSchedule"},{"key":"team","effect":"NoSchedule"}]}}`, cloudproviderapi.TaintExternalCloudProvider)
+				_, err := s.Client.CoreV1().Nodes().Patch(ctx, nodename, types.MergePatchType, patch, metav1.PatchOptions{FieldManager: "kubectl"})
+
+				return err
+			})
+			require.NoError(s, m.ResolvePlatform(t.Context()))
+			wait()
+
+			n := s.awaitInitialized(nodename)
+			assert.Equal(t, "aws-zone", n.Labels[corev1.LabelTopologyZone])
+			assert.Len(t, taintsNamed(n, "team"), 1)
+			assert.Equal(t, test.requests, s.transport.writesTo(nodename))
 		})
 	}
 }

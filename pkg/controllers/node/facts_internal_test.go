@@ -29,20 +29,18 @@ func TestController_AwaitsFactsForAMinute(t *testing.T) {
 		n.Status.NodeInfo.OSImage = "Talos (v1.14.1)"
 
 		c := newController(t, n)
-		c.config.Options = func(machine.Machine) nodespec.Options { return nodespec.Options{Rules: compiled} }
+		c.planner.options = func(machine.Machine) nodespec.Options { return nodespec.Options{Rules: compiled} }
 		c.config.Inventory.Replace("n", machine.Machine{Nodename: "n", Stage: runtime.MachineStageBooting})
 
 		again, err := c.sync(t.Context(), "n")
 		require.NoError(t, err)
 		assert.Equal(t, factsTimeout, again)
 
-		_, in := c.machineOf(n)
-		assert.True(t, in.AwaitsFacts)
+		assert.True(t, c.planner.observe(n).input.AwaitsFacts)
 
 		time.Sleep(factsTimeout)
 
-		_, in = c.machineOf(n)
-		assert.False(t, in.AwaitsFacts)
+		assert.False(t, c.planner.observe(n).input.AwaitsFacts)
 	})
 }
 
@@ -53,10 +51,7 @@ func TestController_ReportsResourcesThatAreIgnored(t *testing.T) {
 	c := newController(t, n)
 	c.config.Inventory.Replace("n", machine.Machine{Nodename: "n", Ignored: map[resource.Type]string{"LinkStatuses.net.talos.dev": "too many"}})
 
-	entry, in := c.machineOf(n)
-	_, problems, err := c.plan(n, entry, in)
-	require.NoError(t, err)
-	assert.Contains(t, problems, events.Problem{
+	assert.Contains(t, c.planner.observe(n).problems, events.Problem{
 		Reason: ReasonInvalidValue, Subject: "machine//LinkStatuses.net.talos.dev", Message: "Resources of the machine are ignored: too many",
 	})
 }

@@ -1,37 +1,145 @@
 package node
 
 import (
-	"bytes"
-	"cmp"
-	"encoding/json"
 	"fmt"
 	"maps"
 	"slices"
 
 	"github.com/siderolabs/talos/pkg/machinery/constants"
 	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
-	"sigs.k8s.io/structured-merge-diff/v6/fieldpath"
+	"k8s.io/apimachinery/pkg/types"
+	corev1ac "k8s.io/client-go/applyconfigurations/core/v1"
+	corelisters "k8s.io/client-go/listers/core/v1"
+	"k8s.io/utils/clock"
 
 	"github.com/talos-ccm/talos-ccm/pkg/internal/events"
+	"github.com/talos-ccm/talos-ccm/pkg/inventory"
+	"github.com/talos-ccm/talos-ccm/pkg/machine"
 	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
 )
 
-const (
-	// FieldManager owns the labels and annotations that the controller applies.
-	FieldManager = "talos-ccm"
+// planner plans what to write to Nodes. It only reads.
+type planner struct {
+	nodes     corelisters.NodeLister
+	inventory *inventory.Inventory
+	clock     clock.PassiveClock
+	options   func(machine.Machine) nodespec.Options
+}
 
-	// upstreamManager is the field manager of the upstream Talos CCM: the name of its binary.
-	upstreamManager = "talos-cloud-controller-manager"
+// state is a Node with its machine and its desired state.
+type state struct {
+	node  *corev1.Node
+	entry inventory.Entry
+	input nodespec.Input
+	// managed is true if the controller manages the Node: it runs Talos, is not in deletion, and the configuration selects
+	// its machine. A machine that has not responded yet counts as selected.
+	managed bool
+	// spec is nil if the desired state is not known yet, or if the Node is not managed.
+	spec     *nodespec.Spec
+	problems []events.Problem
+}
 
-	// ownerTalos is the owner of keys that Talos lists in annotations of the Node.
-	ownerTalos = "Talos"
-)
+// observe returns the state of a Node.
+func (p planner) observe(node *corev1.Node) state {
+	entry := p.inventory.Get(node.Name)
+	in := nodespec.NewInput(node, entry.Machine, p.options(entry.Machine)).WithPeers(p.inventory, node.Name, p.nodes.Get)
+	in.AwaitsFacts = p.clock.Since(node.CreationTimestamp.Time) < factsTimeout
+
+	s := state{node: node, entry: entry, input: in}
+
+	s.managed = nodespec.IsTalos(node) && node.DeletionTimestamp == nil && (entry.ObservedAt.IsZero() || nodespec.Selected(in))
+	if !s.managed {
+		return s
+	}
+
+	s.spec, s.problems = p.desired(s)
+
+	for kind, why := range entry.Machine.Ignored {
+		s.problems = append(s.problems, events.Problem{Reason: ReasonInvalidValue, Subject: "machine//" + kind, Message: "Resources of the machine are ignored: " + why})
+	}
+
+	return s
+}
+
+// desired returns the desired state of a managed Node, or nil if it is not known yet, and the problems to report.
+func (p planner) desired(s state) (desired *nodespec.Spec, problems []events.Problem) {
+	switch s.entry.Condition {
+	case inventory.Unreachable:
+		problems = append(problems, events.Problem{Reason: ReasonUnreachable, Message: "Talos API is unreachable: " + s.entry.Reason})
+	case inventory.Mismatch:
+		message := "Machine does not belong to this node: " + s.entry.Reason
+
+		// The machine is probably the Node's own, and its kubelet has registered it under a different name.
+		if _, err := p.nodes.Get(s.entry.Responding); apierrors.IsNotFound(err) {
+			message += ", and no node has that name. If its kubelet has another name by hostname-override in the extraArgs of the kubelet, " +
+				"set the hostname of the machine or registerWithFQDN instead. If it was renamed, its new node appears when its kubelet starts"
+		}
+
+		problems = append(problems, events.Problem{Reason: ReasonIdentityMismatch, Message: message})
+	case inventory.Unknown, inventory.Current:
+	}
+
+	// The last view of an unreachable machine is good enough to update a Node, but not to initialize or identify it.
+	isUninitialized := nodespec.IsUninitialized(s.node)
+	if s.entry.ObservedAt.IsZero() || (s.entry.Condition != inventory.Current && (isUninitialized || s.node.Spec.ProviderID == "")) {
+		return nil, problems
+	}
+
+	started := p.clock.Now()
+	spec, invalid, pending := nodespec.Desired(s.input)
+
+	transformation.Observe(p.clock.Since(started).Seconds())
+
+	for _, p := range invalid {
+		problems = append(problems, events.Problem{Reason: ReasonInvalidValue, Subject: p.Kind() + "/" + p.Rule + "/" + p.Key, Message: p.String()})
+	}
+
+	if pending == "" {
+		return &spec, problems
+	}
+
+	// No Event for initialized Nodes: every machine lacks metadata for a while after a reboot. Their updates wait, too.
+	if isUninitialized {
+		problems = append(problems, events.Problem{Reason: ReasonMetadataPending, Message: "Node cannot be initialized yet: " + pending})
+	}
+
+	return nil, problems
+}
+
+// plan compares a Node with its desired state. The owner of the desired providerID is another Node, or empty.
+func (p planner) plan(s state, owner string) (plan, error) {
+	pending := plan{isPending: s.managed, problems: s.problems}
+	if s.spec == nil {
+		return pending, nil
+	}
+
+	spec := *s.spec
+
+	id, problem := p.providerID(s, owner)
+	if problem != nil {
+		if pending.problems = append(pending.problems, *problem); problem.Reason == ReasonProviderIDInUse {
+			return pending, nil
+		}
+	}
+
+	spec.ProviderID = id
+
+	result, err := makePlan(s.node, spec)
+	if err != nil {
+		return plan{}, fmt.Errorf("compare node %s: %w", s.node.Name, err)
+	}
+
+	result.problems = append(pending.problems, result.problems...)
+
+	return result, nil
+}
 
 // plan is the difference between a Node and its desired state. The zero value means that there is none.
 type plan struct {
-	// spec is the desired state.
-	spec nodespec.Spec
+	// isPending is true if the desired state is not known yet or cannot be written.
+	isPending bool
 	// managedFields replace the managed fields of the Node unless nil. They are written first, and remove the upstream
 	// Talos CCM as owner of the labels and annotations that are applied next.
 	managedFields []metav1.ManagedFieldsEntry
@@ -44,38 +152,26 @@ type plan struct {
 	recordsTaint bool
 	// addresses replace status.addresses unless nil.
 	addresses []corev1.NodeAddress
-	// conditions are set, or removed if they have no status. They follow from the observation.
-	conditions  []corev1.NodeCondition
-	observation observation
+	// conditions are set, or removed if they have no status.
+	conditions []corev1.NodeCondition
 	// providerID is set unless empty, which means that the Node has one.
 	providerID string
-	// wantedID is the providerID that a new Node of the machine would get.
-	wantedID string
-	// initialize is true if the uninitialized taint must be removed, in the same write that sets providerID.
-	initialize bool
-	// updateTaints is true if spec.taints must change. The new list is computed from the version of the Node that is
-	// written.
+	// taints replace spec.taints if updateTaints is true.
+	taints       []corev1.Taint
 	updateTaints bool
-	// conflicts are the skipped values: another client has set a different one, or the Node keeps its topology.
-	conflicts []events.Problem
+	// problems are why values are not written, such as a conflict with another client.
+	problems []events.Problem
 }
-
-func (p plan) empty() bool {
-	return p.managedFields == nil && !p.apply && !p.patchesStatus() && !p.patchesSpec()
-}
-
-func (p plan) patchesStatus() bool { return p.addresses != nil || p.conditions != nil }
-
-func (p plan) patchesSpec() bool { return p.providerID != "" || p.updateTaints }
 
 // makePlan compares the Node with its desired state. It changes neither.
 func makePlan(node *corev1.Node, spec nodespec.Spec) (plan, error) {
-	managers, err := fieldManagers(node)
+	managers, err := fieldManagers(node.ManagedFields)
 	if err != nil {
 		return plan{}, err
 	}
 
-	labels, annotations := metadataOf(node, managers)
+	labels := newMetadata("labels", "Label", node.Labels, managers, ownedByTalos(node.Annotations[constants.AnnotationOwnedLabels]))
+	annotations := newMetadata("annotations", "Annotation", node.Annotations, managers, ownedByTalos(node.Annotations[constants.AnnotationOwnedAnnotations]))
 	taints := mergeTaints(node, spec.Taints)
 	desired := maps.Clone(taints.record)
 	maps.Copy(desired, spec.Labels)
@@ -85,18 +181,14 @@ func makePlan(node *corev1.Node, spec nodespec.Spec) (plan, error) {
 		topologyChanges = keepTopology(node, labels, spec, desired)
 	}
 
-	p := plan{
-		spec:         spec,
-		initialize:   nodespec.IsUninitialized(node),
-		updateTaints: !slices.Equal(taints.list, node.Spec.Taints),
-	}
+	p := plan{taints: taints.list, updateTaints: !slices.Equal(taints.list, node.Spec.Taints)}
 
 	var labelConflicts, annotationConflicts []events.Problem
 
 	p.labels, labelConflicts = labels.compare(desired)
 	p.annotations, annotationConflicts = annotations.compare(spec.Annotations)
 	p.apply = !maps.Equal(p.labels, labels.applied) || !maps.Equal(p.annotations, annotations.applied)
-	p.conflicts = slices.Concat(topologyChanges, taints.conflicts, labelConflicts, annotationConflicts)
+	p.problems = slices.Concat(topologyChanges, taints.conflicts, labelConflicts, annotationConflicts)
 
 	for key := range taints.record {
 		p.recordsTaint = p.recordsTaint || !hasLabel(node, key)
@@ -117,217 +209,94 @@ func makePlan(node *corev1.Node, spec nodespec.Spec) (plan, error) {
 	return p, nil
 }
 
-// metadata are the labels or the annotations of a Node, with their owners.
-type metadata struct {
-	field  string // labels or annotations
-	noun   string // in Events
-	values map[string]string
-	// applied are the values that the controller owns.
-	applied map[string]string
-	// owners are Talos and the field managers that own keys, without this controller and the upstream Talos CCM. Labels
-	// and annotations of the upstream Talos CCM change their owner when they are applied.
-	owners map[string]string
+// request is a patch of a Node.
+type request struct {
+	kind        types.PatchType
+	body        any
+	subresource []string
+	// changes are what it changes, for logs and errors.
+	changes []string
+	// initializes is true if it removes the uninitialized taint.
+	initializes bool
 }
 
-func metadataOf(node *corev1.Node, managers []fieldManager) (labels, annotations metadata) {
-	labels = metadata{"labels", "Label", node.Labels, map[string]string{}, map[string]string{}}
-	annotations = metadata{"annotations", "Annotation", node.Annotations, map[string]string{}, map[string]string{}}
-
-	labels.findOwners(managers, ownedByTalos(node, constants.AnnotationOwnedLabels))
-	annotations.findOwners(managers, ownedByTalos(node, constants.AnnotationOwnedAnnotations))
-
-	return labels, annotations
-}
-
-func (m metadata) findOwners(managers []fieldManager, talosKeys []string) {
-	for key, value := range m.values {
-		path := metadataPath(m.field, key)
-
-		for _, manager := range managers {
-			switch {
-			case !manager.fields.Has(path):
-			case manager.isOurs():
-				m.applied[key] = value
-			case !manager.isUpstream() && m.owners[key] == "":
-				m.owners[key] = fmt.Sprintf("field manager %q", manager.entry.Manager)
-			}
-		}
+// requests returns the patches that the Node needs, in the order that makes initialization atomic for the scheduler:
+// labels and annotations, addresses and conditions, and in the last request the providerID and the taints. Every request
+// contains the UID of the Node, so that it can neither change a later Node of the same name nor create one. A request
+// that depends on other values of the Node contains the resourceVersion, too.
+func (p plan) requests(node *corev1.Node) (list []request) {
+	if p.managedFields != nil {
+		list = append(list, request{kind: types.MergePatchType, changes: []string{"field managers"}, body: map[string]any{
+			"metadata": map[string]any{"uid": node.UID, "resourceVersion": node.ResourceVersion, "managedFields": p.managedFields},
+		}})
 	}
 
-	for _, key := range talosKeys {
-		m.owners[key] = ownerTalos
-	}
-}
-
-// compare returns the desired values that the controller may apply, and the others as conflicts.
-//
-// It skips keys that another client owns with a different value. It applies keys with a different value that no client
-// owns: an interrupted takeover from the upstream Talos CCM leaves them. It does not start to apply keys that Talos
-// owns, since Talos would revert them. Keys that were applied before Talos took them over stay applied as long as the
-// values are equal: otherwise they would be removed.
-func (m metadata) compare(desired map[string]string) (apply map[string]string, conflicts []events.Problem) {
-	apply = map[string]string{}
-
-	for _, key := range slices.Sorted(maps.Keys(desired)) {
-		current, exists := m.values[key]
-		_, isApplied := m.applied[key]
-		owner := m.owners[key]
-
-		switch {
-		case exists && current != desired[key] && owner != "":
-			conflicts = append(conflicts, events.Problem{
-				Reason:  ReasonOwnershipConflict,
-				Subject: m.field + "/" + key,
-				Message: fmt.Sprintf("%s %s=%.80q is owned by %s; skipped", m.noun, key, current, owner),
-			})
-		case owner == ownerTalos && !isApplied: // Talos sets it
-		default:
-			apply[key] = desired[key]
-		}
-	}
-
-	return apply, conflicts
-}
-
-// topology is a field of the platform metadata with its labels: the stable one and the deprecated one.
-type topology struct{ field, stable, beta string }
-
-var topologies = []topology{
-	{"Region", corev1.LabelTopologyRegion, corev1.LabelFailureDomainBetaRegion},
-	{"Zone", corev1.LabelTopologyZone, corev1.LabelFailureDomainBetaZone},
-}
-
-// keepTopology replaces the region and the zone in the desired labels by those of an initialized Node, and returns each
-// difference as a problem. Volumes are bound to these labels, and Kubernetes documents that it is safe to assume that
-// they do not change (https://kubernetes.io/docs/reference/labels-annotations-taints/#topologykubernetesiozone). The
-// labels of the Node are the only state, so a restart changes nothing.
-//
-// Missing labels are not kept but set: no volume can be bound to them, and an operator accepts a new value by deleting
-// the label. The beta label follows the stable one.
-func keepTopology(node *corev1.Node, labels metadata, spec nodespec.Spec, desired map[string]string) (changed []events.Problem) {
-	for _, t := range topologies {
-		current, exists := node.Labels[t.stable]
-		_, isApplied := labels.applied[t.stable]
-		_, isBetaApplied := labels.applied[t.beta]
-		value := spec.Labels[t.stable]
-
-		switch {
-		case !exists || current == value:
-		case labels.owners[t.stable] != "": // compare reports the conflict
-			value = current
-		case nodespec.IsUninitialized(node) || (value == "" && !isApplied):
-		default:
-			changed = append(changed, topologyChanged(spec, t, current))
-			value, desired[t.stable] = current, current
+	if p.apply {
+		// Without force: if a client has taken a key since the plan was made, the request fails, and the next sync skips
+		// the key.
+		config := corev1ac.Node(node.Name).WithUID(node.UID).WithLabels(p.labels).WithAnnotations(p.annotations)
+		if p.recordsTaint {
+			config.WithResourceVersion(node.ResourceVersion)
 		}
 
-		if value != "" && (isBetaApplied || spec.Labels[t.beta] != "") {
-			desired[t.beta] = value
-		}
+		list = append(list, request{kind: types.ApplyYAMLPatchType, changes: []string{"labels and annotations"}, body: config})
 	}
 
-	return changed
-}
-
-func topologyChanged(spec nodespec.Spec, t topology, current string) events.Problem {
-	source := "its machine"
-	if rule := cmp.Or(spec.Transformed.Labels[t.stable].Rule, spec.Transformed.Replaced[t.field]); rule != "" {
-		source = fmt.Sprintf("rule %q", rule)
+	if p.addresses != nil || p.conditions != nil {
+		list = append(list, p.statusRequest(node))
 	}
 
-	now := "no longer sets it"
-	if value := spec.Labels[t.stable]; value != "" {
-		now = fmt.Sprintf("now sets %.80q", value)
+	// A providerID cannot be changed once it is set, and the list of taints is replaced.
+	spec, changes := map[string]any{}, []string(nil)
+
+	if p.providerID != "" {
+		spec["providerID"], changes = p.providerID, append(changes, "providerID")
 	}
 
-	return events.Problem{Reason: ReasonTopologyChanged, Subject: t.stable, Message: fmt.Sprintf(
-		"Node keeps label %s=%.80q, but %s %s; to accept the new value, delete the label or set nodes.topology: follow", t.stable, current, source, now)}
+	if p.updateTaints {
+		spec["taints"], changes = p.taints, append(changes, "taints")
+	}
+
+	if len(changes) > 0 {
+		list = append(list, request{kind: types.MergePatchType, changes: changes, initializes: nodespec.IsUninitialized(node), body: map[string]any{
+			"metadata": map[string]any{"uid": node.UID, "resourceVersion": node.ResourceVersion}, "spec": spec,
+		}})
+	}
+
+	return list
 }
 
-// fieldManager is an entry of managedFields. The generated ExtractNode cannot be used: it fails for Nodes with two
-// addresses of one type (https://github.com/kubernetes/kubernetes/issues/79391), such as every dual-stack Node.
-type fieldManager struct {
-	entry  metav1.ManagedFieldsEntry
-	fields *fieldpath.Set
-}
+// statusRequest sets the addresses and the conditions. The strategic merge patch leaves other conditions alone. It
+// replaces the addresses, because merging would drop all but one of each type
+// (https://github.com/kubernetes/kubernetes/issues/79391). Their order is kept, because they are grouped by type.
+func (p plan) statusRequest(node *corev1.Node) request {
+	metadata, status := map[string]any{"uid": node.UID}, map[string]any{}
+	r := request{kind: types.StrategicMergePatchType, body: map[string]any{"metadata": metadata, "status": status}, subresource: []string{"status"}}
 
-func fieldManagers(node *corev1.Node) ([]fieldManager, error) {
-	var managers []fieldManager
-
-	for _, entry := range node.ManagedFields {
-		m := fieldManager{entry: entry, fields: fieldpath.NewSet()}
-
-		if entry.FieldsV1 != nil {
-			if err := m.fields.FromJSON(bytes.NewReader(entry.FieldsV1.GetRawBytes())); err != nil {
-				return nil, fmt.Errorf("decode managed fields of %q: %w", entry.Manager, err)
-			}
+	if p.addresses != nil {
+		list := []any{map[string]any{"$patch": "replace"}}
+		for _, address := range p.addresses {
+			list = append(list, address)
 		}
 
-		managers = append(managers, m)
+		status["addresses"], r.changes = list, append(r.changes, "addresses")
 	}
 
-	return managers, nil
-}
+	var list []any
 
-func (m fieldManager) isOurs() bool {
-	return m.entry.Manager == FieldManager && m.entry.Operation == metav1.ManagedFieldsOperationApply && m.entry.Subresource == ""
-}
-
-func (m fieldManager) isUpstream() bool {
-	return m.entry.Manager == upstreamManager && m.entry.Operation == metav1.ManagedFieldsOperationUpdate && m.entry.Subresource == ""
-}
-
-func metadataPath(field, key string) fieldpath.Path {
-	return fieldpath.MakePathOrDie("metadata", field, key)
-}
-
-// appliedFields returns the paths of the labels and annotations that are applied.
-func (p plan) appliedFields() *fieldpath.Set {
-	fields := fieldpath.NewSet()
-
-	for key := range p.labels {
-		fields.Insert(metadataPath("labels", key))
-	}
-
-	for key := range p.annotations {
-		fields.Insert(metadataPath("annotations", key))
-	}
-
-	return fields
-}
-
-// takeOver returns managedFields in which the upstream Talos CCM does not own the applied labels and annotations; nil
-// if it owns none. If it stayed an owner, the API server would keep them when the controller no longer applies them.
-func (p plan) takeOver(managers []fieldManager) (entries []metav1.ManagedFieldsEntry, err error) {
-	applied, changed := p.appliedFields(), false
-
-	for _, m := range managers {
-		if m.isUpstream() && !m.fields.Intersection(applied).Empty() {
-			fields, err := m.fields.Difference(applied).ToJSON()
-			if err != nil {
-				return nil, fmt.Errorf("encode managed fields of %q: %w", m.entry.Manager, err)
-			}
-
-			m.entry.FieldsV1, changed = metav1.NewFieldsV1(string(fields)), true
+	for _, condition := range p.conditions {
+		if condition.Status == "" {
+			list = append(list, map[string]any{"$patch": "delete", "type": condition.Type})
+		} else {
+			list = append(list, condition)
 		}
 
-		entries = append(entries, m.entry)
+		r.changes = append(r.changes, fmt.Sprintf("%s=%s", condition.Type, condition.Status))
 	}
 
-	if !changed {
-		return nil, nil
+	if list != nil { // other writers may set conditions, too
+		metadata["resourceVersion"], status["conditions"] = node.ResourceVersion, list
 	}
 
-	return entries, nil
-}
-
-// ownedByTalos returns the keys in one of the annotations that list what Talos owns. They are JSON
-// (k8s/NodeApplyController); Talos changes nothing if it cannot parse them.
-func ownedByTalos(node *corev1.Node, annotation string) []string {
-	var keys []string
-	if err := json.Unmarshal([]byte(node.Annotations[annotation]), &keys); err != nil {
-		return nil
-	}
-
-	return keys
+	return r
 }

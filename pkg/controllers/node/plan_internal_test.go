@@ -126,7 +126,7 @@ func TestMakePlan_CompletesInterruptedTakeover(t *testing.T) {
 	p := mustPlan(t, node, nodespec.Spec{Labels: map[string]string{keyZone: "new"}})
 	assert.True(t, p.apply)
 	assert.Equal(t, "new", p.labels[keyZone])
-	assert.Empty(t, p.conflicts)
+	assert.Empty(t, p.problems)
 }
 
 func TestMakePlan_Labels(t *testing.T) {
@@ -278,7 +278,7 @@ func requireConflicts(t *testing.T, p plan, want map[string]string) {
 	t.Helper()
 
 	got := map[string]string{}
-	for _, c := range p.conflicts {
+	for _, c := range p.problems {
 		got[c.Subject], _, _ = strings.Cut(c.Message, " is owned by ")
 	}
 
@@ -307,8 +307,8 @@ func TestMakePlan_ConflictNamesTheOwner(t *testing.T) {
 			test.node(h)
 
 			p := mustPlan(t, h.node(), nodespec.Spec{Labels: map[string]string{keyZone: "a"}})
-			require.Len(t, p.conflicts, 1)
-			assert.Equal(t, test.want, p.conflicts[0].Message)
+			require.Len(t, p.problems, 1)
+			assert.Equal(t, test.want, p.problems[0].Message)
 		})
 	}
 }
@@ -335,7 +335,7 @@ func TestMakePlan_IsEmptyAfterLabelsWereApplied(t *testing.T) {
 		}
 
 		again := mustPlan(t, h.node(), nodespec.Spec{Labels: desired})
-		assert.True(t, again.empty(), "plan is not empty: %+v", again)
+		assert.Empty(t, again.requests(h.node()))
 
 		if _, stale := h.node().Labels["old"]; stale {
 			t.Error("label that is no longer desired was not removed")
@@ -372,7 +372,7 @@ func TestMakePlan_Addresses(t *testing.T) {
 			}
 
 			assert.Equal(t, want, p.addresses)
-			assert.NotEqual(t, test.write, p.empty())
+			assert.NotEqual(t, test.write, len(p.requests(node)) == 0)
 		})
 	}
 }
@@ -402,9 +402,10 @@ func TestMakePlan_Identity(t *testing.T) {
 
 			p := mustPlan(t, node, nodespec.Spec{ProviderID: "talos://metal/u-1"})
 			assert.Equal(t, test.providerID, p.providerID)
-			assert.Equal(t, test.initialize, p.initialize)
+			assert.Equal(t, test.initialize, slices.ContainsFunc(p.requests(node), func(r request) bool { return r.initializes }))
 
-			assert.Equal(t, test.providerID == "" && !test.initialize, p.empty())
+			requests := p.requests(node)
+			assert.Equal(t, test.providerID == "" && !test.initialize, len(requests) == 0)
 		})
 	}
 }
@@ -419,7 +420,7 @@ func TestMakePlan_IsEmptyForDesiredState(t *testing.T) {
 	node.Spec.ProviderID, node.Status.Addresses, node.UID = spec.ProviderID, spec.Addresses, types.UID("u-1")
 
 	p := mustPlan(t, node, spec)
-	assert.True(t, p.empty(), "plan is not empty: %+v", p)
+	assert.Empty(t, p.requests(node))
 }
 
 func TestMakePlan_FailsOnInvalidManagedFields(t *testing.T) {

@@ -8,8 +8,8 @@ import (
 	"strings"
 
 	corev1 "k8s.io/api/core/v1"
-	"k8s.io/client-go/informers"
-	"k8s.io/client-go/tools/record"
+	corelisters "k8s.io/client-go/listers/core/v1"
+	"k8s.io/client-go/tools/cache"
 	"k8s.io/utils/clock"
 	"sigs.k8s.io/structured-merge-diff/v6/fieldpath"
 
@@ -54,64 +54,45 @@ type UpstreamField struct {
 // NewPreviews returns a preview of each Node. The nodes must be all Nodes of the cluster. It writes nothing. The
 // inventory must not change any more.
 func NewPreviews(nodes []*corev1.Node, machines *inventory.Inventory, options nodespec.Options) ([]Preview, error) {
-	informer := informers.NewSharedInformerFactory(nil, 0).Core().V1().Nodes() // never started
-
-	c, err := New(Config{
-		Nodes:     informer,
-		Inventory: machines,
-		Recorder:  &record.FakeRecorder{}, // discards
-		Clock:     clock.RealClock{},
-		Options:   func(machine.Machine) nodespec.Options { return options },
-	})
-	if err != nil {
-		return nil, err
-	}
-	defer c.queue.ShutDown()
+	indexer := cache.NewIndexer(cache.MetaNamespaceKeyFunc, indexers)
 
 	for _, node := range nodes {
-		if err := informer.Informer().GetIndexer().Add(node); err != nil {
+		if err := indexer.Add(node); err != nil {
 			return nil, fmt.Errorf("index node %s: %w", node.Name, err)
 		}
 	}
 
+	p := planner{corelisters.NewNodeLister(indexer), machines, clock.RealClock{}, func(machine.Machine) nodespec.Options { return options }}
+	ids := &providerIDs{nodes: indexer, freed: func() {}, reserved: map[string]string{}}
 	previews := make([]Preview, 0, len(nodes))
 
 	for _, node := range nodes {
-		p, err := c.preview(node)
+		s := p.observe(node)
+		if !s.managed {
+			previews = append(previews, Preview{Before: node, Unmanaged: true})
+
+			continue
+		}
+
+		plan, err := p.plan(s, ids.assign(s))
+		if err != nil {
+			return nil, err
+		}
+
+		managers, err := fieldManagers(node.ManagedFields)
 		if err != nil {
 			return nil, fmt.Errorf("compare node %s: %w", node.Name, err)
 		}
 
-		previews = append(previews, p)
+		preview := Preview{Before: node, Rules: nodespec.Explain(s.input), Problems: plan.problems, Upstream: upstreamFields(managers, plan)}
+		if !plan.isPending {
+			preview.Spec, preview.ProviderID, preview.After = *s.spec, s.spec.ProviderID, plan.applyTo(node, managers)
+		}
+
+		previews = append(previews, preview)
 	}
 
 	return previews, nil
-}
-
-// preview returns the preview of a Node.
-func (c *Controller) preview(node *corev1.Node) (Preview, error) {
-	entry, in := c.machineOf(node)
-	if !isManaged(node, entry, in) {
-		return Preview{Before: node, Unmanaged: true}, nil
-	}
-
-	managers, err := fieldManagers(node)
-	if err != nil {
-		return Preview{}, err
-	}
-
-	p, problems, err := c.plan(node, entry, in)
-	if err != nil {
-		return Preview{}, err
-	}
-
-	result := Preview{Before: node, Rules: nodespec.Explain(in), Problems: problems, Upstream: upstreamFields(managers, p)}
-
-	if p != nil {
-		result.Spec, result.ProviderID, result.After = p.spec, p.wantedID, p.applyTo(node, managers)
-	}
-
-	return result, nil
 }
 
 // applyTo returns the Node after the plan is written. It does not change the given one.
@@ -120,9 +101,8 @@ func (p plan) applyTo(node *corev1.Node, managers []fieldManager) *corev1.Node {
 	after.Spec.ProviderID = cmp.Or(p.providerID, node.Spec.ProviderID)
 
 	if p.apply {
-		labels, annotations := metadataOf(node, managers)
-		after.Labels = labels.after(p.labels, managers)
-		after.Annotations = annotations.after(p.annotations, managers)
+		after.Labels = afterApply("labels", node.Labels, p.labels, managers)
+		after.Annotations = afterApply("annotations", node.Annotations, p.annotations, managers)
 	}
 
 	if p.addresses != nil {
@@ -130,37 +110,36 @@ func (p plan) applyTo(node *corev1.Node, managers []fieldManager) *corev1.Node {
 	}
 
 	if p.updateTaints {
-		after.Spec.Taints = mergeTaints(node, p.spec.Taints).list
+		after.Spec.Taints = p.taints
 	}
 
 	return after
 }
 
-// after returns the values after apply is applied: server-side apply removes keys that the controller no longer applies
-// and that no other manager owns.
-func (m metadata) after(apply map[string]string, managers []fieldManager) map[string]string {
-	values := map[string]string{}
-	maps.Copy(values, m.values)
+// afterApply returns labels or annotations after others are applied: server-side apply removes keys that the controller
+// no longer applies and that no other manager owns.
+func afterApply(field string, before, applied map[string]string, managers []fieldManager) map[string]string {
+	after := map[string]string{}
 
-	for key := range m.applied {
-		if !slices.ContainsFunc(managers, func(f fieldManager) bool { return !f.isOurs() && f.fields.Has(metadataPath(m.field, key)) }) {
-			delete(values, key)
+	for key, value := range before {
+		path := metadataPath(field, key)
+
+		owners := slices.DeleteFunc(slices.Clone(managers), func(m fieldManager) bool { return !m.fields.Has(path) })
+		if len(owners) != 1 || !owners[0].isOurs {
+			after[key] = value
 		}
 	}
 
-	maps.Copy(values, apply)
+	maps.Copy(after, applied)
 
-	return values
+	return after
 }
 
-// upstreamFields returns the fields that the upstream Talos CCM owns. The plan may be nil.
-func upstreamFields(managers []fieldManager, p *plan) (fields []UpstreamField) {
+// upstreamFields returns the fields that the upstream Talos CCM owns.
+func upstreamFields(managers []fieldManager, p plan) (fields []UpstreamField) {
 	const depth = 2 // such as metadata.labels
 
-	applied := fieldpath.NewSet()
-	if p != nil {
-		applied = p.appliedFields()
-	}
+	applied := p.appliedFields()
 
 	for _, m := range managers {
 		if m.entry.Manager != upstreamManager {
@@ -173,7 +152,7 @@ func upstreamFields(managers []fieldManager, p *plan) (fields []UpstreamField) {
 			isMetadata := field.Name == "metadata.labels" || field.Name == "metadata.annotations"
 			if isMetadata && len(path) > depth && path[depth].FieldName != nil {
 				field.Key = *path[depth].FieldName
-				field.TakenOver = m.isUpstream() && applied.Has(path)
+				field.TakenOver = m.isUpstream && applied.Has(path)
 			}
 
 			fields = append(fields, field)

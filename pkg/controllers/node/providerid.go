@@ -3,30 +3,31 @@ package node
 import (
 	"fmt"
 	"net/netip"
-	"slices"
 	"strings"
+	"sync"
 
 	corev1 "k8s.io/api/core/v1"
+	"k8s.io/client-go/tools/cache"
 
 	"github.com/talos-ccm/talos-ccm/pkg/internal/events"
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
 )
 
 // providerID returns the providerID of the Node, and a problem to report. A Node without a providerID gets the desired
-// one if it is free. If the problem is ReasonProviderIDInUse, the Node must not be written.
+// one unless another Node owns it. If the problem is ReasonProviderIDInUse, the Node must not be written.
 //
 // A renamed machine leaves behind its old Node, which has the providerID. The new Node is written without a providerID,
 // and gets it after the old Node is deleted.
-func (c *Controller) providerID(node *corev1.Node, entry inventory.Entry, desired string) (string, *events.Problem) {
-	if actual := node.Spec.ProviderID; actual != "" {
-		c.release(node.Name, actual)
+func (p planner) providerID(s state, owner string) (string, *events.Problem) {
+	node, desired := s.node, s.spec.ProviderID
 
-		if rivals := c.config.Inventory.Rivals(node.Name); len(rivals) > 0 {
+	if actual := node.Spec.ProviderID; actual != "" {
+		if rivals := p.inventory.Rivals(node.Name); len(rivals) > 0 {
 			return actual, &events.Problem{Reason: ReasonProviderIDMismatch, Subject: "hostname", Message: fmt.Sprintf("Two machines have the hostname of "+
 				"node %s, at %s and %s, and its providerID is %s; change the hostname of one of them", node.Name, rivals[0], rivals[1], actual)}
 		}
 
-		if entry.Condition == inventory.Current && differentInstances(actual, desired) {
+		if s.entry.Condition == inventory.Current && differentInstances(actual, desired) {
 			return actual, &events.Problem{Reason: ReasonProviderIDMismatch, Message: fmt.Sprintf("Node has providerID %s, but its machine is %s now; "+
 				"drain and delete the node, and then reboot the machine, so that it registers again", actual, desired)}
 		}
@@ -34,12 +35,10 @@ func (c *Controller) providerID(node *corev1.Node, entry inventory.Entry, desire
 		return actual, nil
 	}
 
-	owner := c.reserve(desired, node.Name)
-
 	switch {
 	case owner == "":
 		return desired, nil
-	case c.config.Inventory.RenamedTo(owner) == node.Name, c.config.Inventory.Get(owner).Condition == inventory.Mismatch:
+	case p.inventory.RenamedTo(owner) == node.Name, p.inventory.Get(owner).Condition == inventory.Mismatch:
 		return "", &events.Problem{Reason: ReasonRenamed, Message: fmt.Sprintf("ProviderID %s is not set yet: it is used by node %s, "+
 			"probably the former name of this machine; the lifecycle controller deletes that node after its grace period if it has seen the "+
 			"renaming, or delete it yourself", desired, owner)}
@@ -49,13 +48,51 @@ func (c *Controller) providerID(node *corev1.Node, entry inventory.Entry, desire
 	}
 }
 
+// indexProviderID is an index of Nodes.
+const indexProviderID = "providerID"
+
+var indexers = cache.Indexers{indexProviderID: func(obj any) ([]string, error) {
+	if node, ok := obj.(*corev1.Node); ok && node.Spec.ProviderID != "" {
+		return []string{node.Spec.ProviderID}, nil
+	}
+
+	return nil, nil
+}}
+
+// providerIDs ensure that no two Nodes get one providerID.
+type providerIDs struct {
+	// nodes has indexProviderID.
+	nodes cache.Indexer
+	// freed is called after a providerID that was reserved has become free.
+	freed func()
+
+	mu sync.Mutex
+	// reserved are the providerIDs that Nodes will get, by nodename. The cache shows a providerID only after it is
+	// written, and several Nodes are synced at the same time.
+	reserved map[string]string
+}
+
+// assign reserves the desired providerID for a Node without one, and returns the Node that already owns it, if any. It
+// ends the reservation of a Node that must not get one.
+func (p *providerIDs) assign(s state) (owner string) {
+	switch {
+	case s.node.Spec.ProviderID != "": // the reservation ends when the cache shows it
+	case s.spec != nil:
+		return p.reserve(s.spec.ProviderID, s.node.Name)
+	case !s.managed || s.entry.Condition == inventory.Mismatch:
+		p.release(s.node.Name, "")
+	}
+
+	return ""
+}
+
 // reserve reserves the providerID for the Node, in place of an earlier reservation. If another Node has the providerID
 // or has reserved it, reserve changes nothing and returns the name of that Node.
-func (c *Controller) reserve(providerID, nodename string) (owner string) {
-	c.mu.Lock()
-	defer c.mu.Unlock()
+func (p *providerIDs) reserve(providerID, nodename string) (owner string) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
 
-	objs, _ := c.indexer.ByIndex(indexProviderID, providerID) // fails for an unknown index only
+	objs, _ := p.nodes.ByIndex(indexProviderID, providerID) // fails for an unknown index only
 
 	for _, obj := range objs {
 		if other, isNode := obj.(*corev1.Node); isNode && other.Name != nodename {
@@ -63,49 +100,31 @@ func (c *Controller) reserve(providerID, nodename string) (owner string) {
 		}
 	}
 
-	for other, reserved := range c.reservations {
+	for other, reserved := range p.reserved {
 		if reserved == providerID && other != nodename {
 			return other
 		}
 	}
 
-	if reserved := c.reservations[nodename]; reserved != "" && reserved != providerID {
-		c.queueWaiting()
+	if reserved := p.reserved[nodename]; reserved != "" && reserved != providerID {
+		p.freed()
 	}
 
-	c.reservations[nodename] = providerID
+	p.reserved[nodename] = providerID
 
 	return ""
 }
 
 // release ends the reservation of a Node that has the given providerID in the cache, or none.
-func (c *Controller) release(nodename, providerID string) {
-	c.mu.Lock()
-	defer c.mu.Unlock()
+func (p *providerIDs) release(nodename, providerID string) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
 
-	if reserved := c.reservations[nodename]; reserved != "" && reserved != providerID {
-		c.queueWaiting()
+	if reserved := p.reserved[nodename]; reserved != "" && reserved != providerID {
+		p.freed()
 	}
 
-	delete(c.reservations, nodename)
-}
-
-// queueWaiting queues the given Nodes and those without a providerID, each once and in the order of their names: they may
-// be waiting for a providerID that has become free.
-func (c *Controller) queueWaiting(nodenames ...string) {
-	waiting := nodenames
-
-	for _, obj := range c.indexer.List() {
-		if node, isNode := obj.(*corev1.Node); isNode && node.Spec.ProviderID == "" {
-			waiting = append(waiting, node.Name)
-		}
-	}
-
-	slices.Sort(waiting)
-
-	for _, nodename := range slices.Compact(waiting) {
-		c.queue.Add(nodename)
-	}
+	delete(p.reserved, nodename)
 }
 
 // differentInstances reports whether two providerIDs certainly name two instances. It compares only providerIDs of one

@@ -59,43 +59,43 @@ func (c *Controller) takeQueued() (names []string) {
 	return names
 }
 
-func TestController_ReservesProviderIDs(t *testing.T) {
+func TestProviderIDs_AreReserved(t *testing.T) {
 	const id, other = "talos://metal/u-1", "talos://metal/u-2"
 
 	for _, test := range []struct {
 		name   string
-		before func(*Controller)
+		before func(*providerIDs)
 		want   string
 	}{
-		{"free", func(*Controller) {}, ""},
-		{"reserved by this Node", func(c *Controller) { c.reserve(id, "a") }, ""},
-		{"reserved by another Node", func(c *Controller) { c.reserve(id, "b") }, "b"},
-		{"requested by two others", func(c *Controller) { c.reserve(id, "b"); c.reserve(id, "c") }, "b"},
-		{"released by another Node", func(c *Controller) { c.reserve(id, "b"); c.release("b", "") }, ""},
-		{"another Node has reserved a different one since", func(c *Controller) { c.reserve(id, "b"); c.reserve(other, "b") }, ""},
-		{"another Node has failed to reserve a different one since", func(c *Controller) { c.reserve(id, "b"); c.reserve(other, "c"); c.reserve(other, "b") }, "b"},
-		{"released by a Node that failed to reserve it", func(c *Controller) { c.reserve(id, "b"); c.reserve(id, "c"); c.release("c", "") }, "b"},
-		{"released twice", func(c *Controller) { c.reserve(id, "b"); c.release("b", ""); c.release("b", "") }, ""},
-		{"released by a Node without reservation", func(c *Controller) { c.release("a", "") }, ""},
-		{"in the cache, of this Node", func(c *Controller) { assert.NoError(t, c.indexer.Add(identified("a", id))) }, ""},
-		{"in the cache, of another Node", func(c *Controller) { assert.NoError(t, c.indexer.Add(identified("b", id))) }, "b"},
-		{"in the cache after it was reserved", func(c *Controller) {
-			c.reserve(id, "b")
-			assert.NoError(t, c.indexer.Add(identified("b", id)))
-			c.release("b", id)
+		{"free", func(*providerIDs) {}, ""},
+		{"reserved by this Node", func(p *providerIDs) { p.reserve(id, "a") }, ""},
+		{"reserved by another Node", func(p *providerIDs) { p.reserve(id, "b") }, "b"},
+		{"requested by two others", func(p *providerIDs) { p.reserve(id, "b"); p.reserve(id, "c") }, "b"},
+		{"released by another Node", func(p *providerIDs) { p.reserve(id, "b"); p.release("b", "") }, ""},
+		{"another Node has reserved a different one since", func(p *providerIDs) { p.reserve(id, "b"); p.reserve(other, "b") }, ""},
+		{"another Node has failed to reserve a different one since", func(p *providerIDs) { p.reserve(id, "b"); p.reserve(other, "c"); p.reserve(other, "b") }, "b"},
+		{"released by a Node that failed to reserve it", func(p *providerIDs) { p.reserve(id, "b"); p.reserve(id, "c"); p.release("c", "") }, "b"},
+		{"released twice", func(p *providerIDs) { p.reserve(id, "b"); p.release("b", ""); p.release("b", "") }, ""},
+		{"released by a Node without reservation", func(p *providerIDs) { p.release("a", "") }, ""},
+		{"in the cache, of this Node", func(p *providerIDs) { assert.NoError(t, p.nodes.Add(identified("a", id))) }, ""},
+		{"in the cache, of another Node", func(p *providerIDs) { assert.NoError(t, p.nodes.Add(identified("b", id))) }, "b"},
+		{"in the cache after it was reserved", func(p *providerIDs) {
+			p.reserve(id, "b")
+			assert.NoError(t, p.nodes.Add(identified("b", id)))
+			p.release("b", id)
 		}, "b"},
 	} {
 		t.Run(test.name, func(t *testing.T) {
-			c := newController(t)
-			test.before(c)
+			p := newController(t).providerIDs
+			test.before(p)
 
-			assert.Equal(t, test.want, c.reserve(id, "a"))
+			assert.Equal(t, test.want, p.reserve(id, "a"))
 		})
 	}
 }
 
-func TestController_OneOfManyConcurrentReservationsSucceeds(t *testing.T) {
-	c := newController(t)
+func TestProviderIDs_OneOfManyConcurrentReservationsSucceeds(t *testing.T) {
+	p := newController(t).providerIDs
 
 	var (
 		group  sync.WaitGroup
@@ -106,7 +106,7 @@ func TestController_OneOfManyConcurrentReservationsSucceeds(t *testing.T) {
 	for i := range 50 {
 		group.Go(func() {
 			name := fmt.Sprintf("worker-%d", i)
-			if owner := c.reserve("talos://metal/u-1", name); owner == "" {
+			if owner := p.reserve("talos://metal/u-1", name); owner == "" {
 				mu.Lock()
 				defer mu.Unlock()
 
@@ -128,16 +128,16 @@ func TestController_QueuesNodesWithoutProviderIDWhenOneBecomesFree(t *testing.T)
 		change func(*Controller)
 		want   []string
 	}{
-		{"released", func(c *Controller) { c.release("a", "") }, []string{"a", "b"}},
-		{"released without reservation", func(c *Controller) { c.release("b", "") }, nil},
-		{"different one reserved", func(c *Controller) { c.reserve(other, "a") }, []string{"a", "b"}},
-		{"same one reserved", func(c *Controller) { c.reserve(id, "a") }, nil},
-		{"written", func(c *Controller) { c.release("a", id) }, nil},
-		{"a different one written by another client", func(c *Controller) { c.release("a", other) }, []string{"a", "b"}},
+		{"released", func(c *Controller) { c.providerIDs.release("a", "") }, []string{"a", "b"}},
+		{"released without reservation", func(c *Controller) { c.providerIDs.release("b", "") }, nil},
+		{"different one reserved", func(c *Controller) { c.providerIDs.reserve(other, "a") }, []string{"a", "b"}},
+		{"same one reserved", func(c *Controller) { c.providerIDs.reserve(id, "a") }, nil},
+		{"written", func(c *Controller) { c.providerIDs.release("a", id) }, nil},
+		{"a different one written by another client", func(c *Controller) { c.providerIDs.release("a", other) }, []string{"a", "b"}},
 	} {
 		c := newController(t, identified("a", ""), identified("b", ""), identified("c", "talos://metal/u-3"))
-		c.reserve(id, "a")
-		c.reserve(id, "b")
+		c.providerIDs.reserve(id, "a")
+		c.providerIDs.reserve(id, "b")
 		assert.Empty(t, c.takeQueued(), test.name)
 
 		test.change(c)

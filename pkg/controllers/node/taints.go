@@ -47,7 +47,7 @@ func mergeTaints(node *corev1.Node, desired []rules.Taint) mergedTaints {
 		}
 	}
 
-	talosKeys := ownedByTalos(node, constants.AnnotationOwnedTaints)
+	talosKeys := ownedByTalos(node.Annotations[constants.AnnotationOwnedTaints])
 
 	p.list = slices.DeleteFunc(p.list, func(taint corev1.Taint) bool {
 		if !isRecorded(node, taint) || ids[taintID(taint)] || slices.Contains(talosKeys, taint.Key) {

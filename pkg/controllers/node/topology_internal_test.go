@@ -96,7 +96,7 @@ func TestMakePlan_KeepsTopology(t *testing.T) {
 
 			var changed []string
 
-			for _, c := range p.conflicts {
+			for _, c := range p.problems {
 				if c.Reason == ReasonTopologyChanged {
 					changed = append(changed, c.Subject)
 				}
@@ -126,7 +126,7 @@ func TestMakePlan_NamesTheSourceOfChangedTopology(t *testing.T) {
 		h := registered(t).apply(FieldManager, inZone("a"))
 		p := mustPlan(t, h.node(), nodespec.Spec{Labels: test.labels, Transformed: test.transformed})
 
-		require.Len(t, p.conflicts, 1)
-		assert.Contains(t, p.conflicts[0].Message, `zone="a", `+test.want)
+		require.Len(t, p.problems, 1)
+		assert.Contains(t, p.problems[0].Message, `zone="a", `+test.want)
 	}
 }

@@ -75,8 +75,20 @@ func (t *transport) beforeNextWrite(nodename string, f func()) {
 // overtake calls change after the controller has read the Node and before it writes. The returned function waits for
 // that.
 func (s suite) overtake(nodename string, change func(context.Context) error) (wait func()) {
+	return s.overtakeRequest(nodename, 1, change)
+}
+
+// overtakeRequest calls change before the n-th write request for the Node from now on.
+func (s suite) overtakeRequest(nodename string, n int, change func(context.Context) error) (wait func()) {
 	done := make(chan error, 1)
-	s.transport.beforeNextWrite(nodename, func() { done <- change(s.Context()) })
+	before := func() { done <- change(s.Context()) }
+
+	for range n - 1 {
+		next := before
+		before = func() { s.transport.beforeNextWrite(nodename, next) }
+	}
+
+	s.transport.beforeNextWrite(nodename, before)
 
 	return func() {
 		s.Helper()
