@@ -133,7 +133,23 @@ func TestController_QueuesNodesWithoutProviderIDWhenOneBecomesFree(t *testing.T)
 		{"different one reserved", func(c *Controller) { c.providerIDs.reserve(other, "a") }, []string{"a", "b"}},
 		{"same one reserved", func(c *Controller) { c.providerIDs.reserve(id, "a") }, nil},
 		{"written", func(c *Controller) { c.providerIDs.release("a", id) }, nil},
-		{"a different one written by another client", func(c *Controller) { c.providerIDs.release("a", other) }, []string{"a", "b"}},
+		{"not managed", func(c *Controller) {
+			_, err := c.sync(t.Context(), "a")
+			assert.NoError(t, err)
+		}, []string{"a", "b"}},
+		{"machine of another Node", func(c *Controller) {
+			n := identified("a", "")
+			n.Status.NodeInfo.OSImage = "Talos (v1.14.1)"
+			assert.NoError(t, c.indexer.Update(n))
+			c.config.Inventory.MarkMismatch("a", "z", "machine reports nodename z")
+			_, err := c.sync(t.Context(), "a")
+			assert.NoError(t, err)
+		}, []string{"a", "b"}},
+		{"a different one written by another client", func(c *Controller) {
+			assert.NoError(t, c.indexer.Update(identified("a", other)))
+			_, err := c.sync(t.Context(), "a")
+			assert.NoError(t, err)
+		}, []string{"b"}},
 	} {
 		c := newController(t, identified("a", ""), identified("b", ""), identified("c", "talos://metal/u-3"))
 		c.providerIDs.reserve(id, "a")
