@@ -16,7 +16,6 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 	"google.golang.org/grpc/codes"
-	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
 	"github.com/talos-ccm/talos-ccm/pkg/ccm"
@@ -54,7 +53,7 @@ func (s *suite) awaitSite(m *talostest.Machine, value string) {
 
 	began := time.Now()
 
-	s.AwaitNode(m.Nodename(), "labeled with site "+value, func(n *corev1.Node) bool { return n.Labels[siteLabel] == value })
+	s.AwaitNode(m.Nodename(), ctest.Labeled(siteLabel, value))
 	s.Logf("node %s: site %q after %s", m.Nodename(), value, time.Since(began))
 }
 

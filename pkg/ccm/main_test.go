@@ -3,7 +3,6 @@ package ccm_test
 import (
 	"context"
 	"crypto/rand"
-	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -16,9 +15,9 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
-	cloudproviderapi "k8s.io/cloud-provider/api"
 
 	"github.com/talos-ccm/talos-ccm/pkg/ccm"
+	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
 	"github.com/talos-ccm/talos-ccm/pkg/talostest"
 	"github.com/talos-ccm/talos-ccm/test/ctest"
 	"github.com/talos-ccm/talos-ccm/test/kube"
@@ -217,7 +216,7 @@ func (s *suite) awaitInitialized(machines ...*talostest.Machine) {
 	s.Helper()
 
 	for _, m := range machines {
-		n := s.AwaitNode(m.Nodename(), "initialized", initialized)
+		n := s.AwaitNode(m.Nodename(), ctest.Initialized)
 
 		assert.Equal(s, "hcloud://"+m.Nodename(), n.Spec.ProviderID)
 		assert.NotEmpty(s, n.Labels[corev1.LabelTopologyZone])
@@ -228,14 +227,8 @@ func (s *suite) assertUninitialized(m *talostest.Machine) {
 	s.Helper()
 
 	n := s.Node(m.Nodename())
-	assert.True(s, tainted(n), n.Spec.Taints)
+	assert.True(s, nodespec.IsUninitialized(n), n.Spec.Taints)
 	assert.Empty(s, n.Spec.ProviderID)
-}
-
-func initialized(n *corev1.Node) bool { return !tainted(n) && n.Spec.ProviderID != "" }
-
-func tainted(n *corev1.Node) bool {
-	return slices.ContainsFunc(n.Spec.Taints, func(t corev1.Taint) bool { return t.Key == cloudproviderapi.TaintExternalCloudProvider })
 }
 
 // move changes the instance type of the machine and waits until its Node is updated.
@@ -243,7 +236,7 @@ func (s *suite) move(m *talostest.Machine, instanceType string) {
 	s.Helper()
 
 	require.NoError(s, m.UpdatePlatform(s.Context(), func(spec *runtime.PlatformMetadataSpec) { spec.InstanceType = instanceType }))
-	s.AwaitNode(m.Nodename(), "of type "+instanceType, func(n *corev1.Node) bool { return n.Labels[corev1.LabelInstanceTypeStable] == instanceType })
+	s.AwaitNode(m.Nodename(), ctest.Labeled(corev1.LabelInstanceTypeStable, instanceType))
 }
 
 // lease returns the lease, or nil if it does not exist.

@@ -74,14 +74,10 @@ func TestManager_PublishesNodeAddresses(t *testing.T) {
 	// The Service has no class, so this also proves that the configuration is in force.
 	_, err = services.Patch(t.Context(), "web", types.MergePatchType, []byte(`{"spec":{"externalTrafficPolicy":"Cluster"}}`), metav1.PatchOptions{})
 	require.NoError(t, err)
-	ctest.Await(s, services, metav1.ListOptions{}, "the Service has the address of the Node", func(svc *corev1.Service) bool {
-		return len(svc.Status.LoadBalancer.Ingress) == 1 && svc.Status.LoadBalancer.Ingress[0].IP == "203.0.113.7"
-	})
+	ctest.Await(s, services, metav1.ListOptions{}, ctest.Published("203.0.113.7"))
 
 	s.configure(self, "{}")
-	ctest.Await(s, services, metav1.ListOptions{}, "the Service has no address", func(svc *corev1.Service) bool {
-		return len(svc.Status.LoadBalancer.Ingress) == 0
-	})
+	ctest.Await(s, services, metav1.ListOptions{}, ctest.Published())
 }
 
 // The cluster identity is read without CSR approval, too. With node IPAM, its pod CIDRs count.
@@ -116,8 +112,8 @@ func TestManager_PublishesNoAddressOfTheClusterForWorker(t *testing.T) {
 			s.SetReady(worker.Nodename(), corev1.ConditionTrue)
 			s.labelControlPlane(self) // the identity becomes known last
 
-			svc := ctest.Await(s, services, ctest.Named(name), "the Service has an address", func(svc *corev1.Service) bool {
-				return len(svc.Status.LoadBalancer.Ingress) > 0
+			svc := ctest.Await(s, services, ctest.Named(name), func(svc *corev1.Service, asrt *assert.Assertions) {
+				asrt.NotEmpty(svc.Status.LoadBalancer.Ingress)
 			})
 			assert.Equal(t, "203.0.113.101", svc.Status.LoadBalancer.Ingress[0].IP)
 		})
@@ -150,9 +146,7 @@ func TestManager_RemovesAddressOfMachineThatLosesPower(t *testing.T) {
 	}
 
 	awaitAddresses := func(want ...string) {
-		ctest.Await(s, services, ctest.Named(name), fmt.Sprintf("the Service has the addresses %v", want), func(svc *corev1.Service) bool {
-			return slices.EqualFunc(want, svc.Status.LoadBalancer.Ingress, func(ip string, ingress corev1.LoadBalancerIngress) bool { return ingress.IP == ip })
-		})
+		ctest.Await(s, services, ctest.Named(name), ctest.Published(want...))
 	}
 
 	awaitAddresses("203.0.113.1", "203.0.113.2")

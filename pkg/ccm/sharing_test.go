@@ -163,7 +163,7 @@ func TestSharing_ServesNodesThatAnotherProviderInitializes(t *testing.T) {
 	s.register(theirs)
 	s.awaitApproved(s.requestCertificate(theirs))
 
-	n := s.AwaitNode(theirs.Nodename(), "assigned a pod CIDR", func(n *corev1.Node) bool { return n.Spec.PodCIDR != "" })
+	n := s.AwaitNode(theirs.Nodename(), func(n *corev1.Node, asrt *assert.Assertions) { asrt.NotEmpty(n.Spec.PodCIDR) })
 	s.assertUninitialized(theirs)
 	assert.False(t, writtenByNodeController(n), n.ManagedFields)
 }
@@ -210,7 +210,10 @@ func (s *suite) awaitTheirs(machines ...*talostest.Machine) {
 	s.Helper()
 
 	for _, m := range machines {
-		n := s.AwaitNode(m.Nodename(), "initialized with a pod CIDR", func(n *corev1.Node) bool { return initialized(n) && n.Spec.PodCIDR != "" })
+		n := s.AwaitNode(m.Nodename(), func(n *corev1.Node, asrt *assert.Assertions) {
+			ctest.Initialized(n, asrt)
+			asrt.NotEmpty(n.Spec.PodCIDR)
+		})
 		assert.Equal(s, "fake://"+m.Nodename(), n.Spec.ProviderID)
 		assert.Equal(s, "fake-zone", n.Labels[corev1.LabelTopologyZone])
 	}
@@ -292,7 +295,7 @@ func TestSharing_LeavesNodesOfAnotherCloudControllerManager(t *testing.T) {
 	s.awaitTheirs(theirs...)
 
 	for _, m := range ours {
-		s.AwaitNode(m.Nodename(), "assigned a pod CIDR", func(n *corev1.Node) bool { return n.Spec.PodCIDR != "" })
+		s.AwaitNode(m.Nodename(), func(n *corev1.Node, asrt *assert.Assertions) { asrt.NotEmpty(n.Spec.PodCIDR) })
 	}
 
 	stop := s.observe(theirs, []*talostest.Machine{ours[0], theirs[0]})

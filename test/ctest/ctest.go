@@ -7,7 +7,7 @@
 //	func TestController_X(t *testing.T) {
 //		s := bed.NewSuite(t)
 //		m := s.Join(talostest.MachineSpec{Nodename: "a"})
-//		s.AwaitNode(m.Nodename(), "initialized", func(n *corev1.Node) bool { … })
+//		s.AwaitNode(m.Nodename(), func(n *corev1.Node, asrt *assert.Assertions) { … })
 //	}
 //
 // Packages that need neither use [Eventually], [Receive] and [Credentials] alone.

@@ -11,6 +11,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
@@ -20,6 +21,7 @@ import (
 	"k8s.io/apimachinery/pkg/watch"
 	"k8s.io/client-go/util/retry"
 
+	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
 	"github.com/talos-ccm/talos-ccm/pkg/talostest"
 	"github.com/talos-ccm/talos-ccm/test/kube"
 )
@@ -143,22 +145,52 @@ func (s Suite) patchNode(nodename string, kind types.PatchType, manager, patch s
 	return node
 }
 
-// AwaitNode watches a Node until ok returns true, and returns that version. The first version may be older than the
-// last write of the test: ok must return false for it. Use Node for other assertions.
-func (s Suite) AwaitNode(nodename, what string, ok func(*corev1.Node) bool) *corev1.Node {
+// AwaitNode watches a Node until all assertions hold for a version, and returns that version. The first version may be
+// older than the last write of the test: an assertion must fail for it. Use Node for other assertions.
+func (s Suite) AwaitNode(nodename string, assertions func(n *corev1.Node, asrt *assert.Assertions)) *corev1.Node {
 	s.Helper()
 
-	return s.AwaitNodeSince(&corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: nodename}}, what, ok)
+	return s.AwaitNodeSince(&corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: nodename}}, assertions)
 }
 
 // AwaitNodeSince is AwaitNode for versions after the given one.
-func (s Suite) AwaitNodeSince(seen *corev1.Node, what string, ok func(*corev1.Node) bool) *corev1.Node {
+func (s Suite) AwaitNodeSince(seen *corev1.Node, assertions func(n *corev1.Node, asrt *assert.Assertions)) *corev1.Node {
 	s.Helper()
 
 	options := Named(seen.Name)
 	options.ResourceVersion = seen.ResourceVersion
 
-	return Await(s, s.Client.CoreV1().Nodes(), options, "node "+seen.Name+" is "+what, ok)
+	return Await(s, s.Client.CoreV1().Nodes(), options, assertions)
+}
+
+// Initialized asserts that a Node has a providerID and no uninitialized taint.
+func Initialized(n *corev1.Node, asrt *assert.Assertions) {
+	Schedulable(n, asrt)
+	asrt.NotEmpty(n.Spec.ProviderID)
+}
+
+// Schedulable asserts that a Node has no uninitialized taint.
+func Schedulable(n *corev1.Node, asrt *assert.Assertions) {
+	asrt.False(nodespec.IsUninitialized(n), "has the uninitialized taint")
+}
+
+// Labeled asserts that a label of a Node has a value; empty means that the label may be absent.
+func Labeled(key, value string) func(n *corev1.Node, asrt *assert.Assertions) {
+	return func(n *corev1.Node, asrt *assert.Assertions) { asrt.Equal(value, n.Labels[key], key) }
+}
+
+// Published asserts that a Service has exactly these addresses, in this order.
+func Published(addresses ...string) func(svc *corev1.Service, asrt *assert.Assertions) {
+	return func(svc *corev1.Service, asrt *assert.Assertions) { asrt.Equal(addresses, Addresses(svc)) }
+}
+
+// Addresses returns the addresses in the status of a Service.
+func Addresses(svc *corev1.Service) (list []string) {
+	for _, ingress := range svc.Status.LoadBalancer.Ingress {
+		list = append(list, ingress.IP)
+	}
+
+	return list
 }
 
 // Named selects the object with the given name.
@@ -171,32 +203,48 @@ type watcher interface {
 	Watch(ctx context.Context, options metav1.ListOptions) (watch.Interface, error)
 }
 
-// Await watches objects until ok returns true for a version of one, and returns it. It starts with the current
+// failures collects what assertions report.
+type failures []string
+
+// Errorf implements assert.TestingT.
+func (f *failures) Errorf(format string, args ...any) { *f = append(*f, fmt.Sprintf(format, args...)) }
+
+// Await watches objects until all assertions hold for a version of one, and returns it. It starts with the current
 // versions, or after that in options, and restarts a watch that ends, as the API server may end it at any time.
-func Await[T metav1.Object](t testing.TB, client watcher, options metav1.ListOptions, what string, ok func(T) bool) T {
+func Await[T metav1.Object](t testing.TB, client watcher, options metav1.ListOptions, assertions func(object T, asrt *assert.Assertions)) T {
 	t.Helper()
 
 	ctx, cancel := context.WithTimeout(t.Context(), Timeout)
 	defer cancel()
 
-	var last T
+	var (
+		last   T
+		failed failures
+	)
+
+	holds := func(object T) bool {
+		last, failed = object, nil
+		assertions(object, assert.New(&failed))
+
+		return len(failed) == 0
+	}
 
 	for ; ctx.Err() == nil; time.Sleep(maxPause) {
 		if w, err := client.Watch(ctx, options); err != nil {
 			t.Logf("restarting watch: %v", err)
-		} else if receive(w, &last, ok) {
+		} else if receive(w, holds) {
 			return last
 		}
 	}
 
 	text, err := json.MarshalIndent(last, "", "  ")
-	require.FailNow(t, "not true after "+Timeout.String()+": "+what, "last version, %v: %s", err, text)
+	require.FailNow(t, fmt.Sprintf("not true after %s: %s%s", Timeout, options.FieldSelector, strings.Join(failed, "")), "last version, %v: %s", err, text)
 
 	return last
 }
 
-// receive sets the last version received, and reports whether ok has returned true for it.
-func receive[T metav1.Object](w watch.Interface, last *T, ok func(T) bool) bool {
+// receive reports whether holds has returned true for an object that exists.
+func receive[T metav1.Object](w watch.Interface, holds func(T) bool) bool {
 	defer w.Stop()
 
 	for event := range w.ResultChan() {
@@ -205,7 +253,7 @@ func receive[T metav1.Object](w watch.Interface, last *T, ok func(T) bool) bool 
 			return false
 		}
 
-		if *last = object; event.Type != watch.Deleted && ok(object) {
+		if event.Type != watch.Deleted && holds(object) {
 			return true
 		}
 	}
@@ -242,16 +290,10 @@ func (s Suite) AwaitEvent(name, reason string, texts ...string) *corev1.Event {
 		}
 	}()
 
-	what := fmt.Sprintf("%s has an Event %s with %q", name, reason, texts)
-
-	return Await(s, s.Client.CoreV1().Events(s.Namespace), eventsOn(name, reason), what, func(event *corev1.Event) bool {
+	return Await(s, s.Client.CoreV1().Events(s.Namespace), eventsOn(name, reason), func(event *corev1.Event, asrt *assert.Assertions) {
 		for _, text := range texts {
-			if !strings.Contains(event.Message, text) {
-				return false
-			}
+			asrt.Contains(event.Message, text)
 		}
-
-		return true
 	})
 }
 

@@ -287,14 +287,7 @@ func (b *bed) awaitAddresses(nodes ...node) {
 		want = append(want, n.address)
 	}
 
-	ctest.Await(b, b.Client.CoreV1().Services("default"), ctest.Named("web"), fmt.Sprintf("addresses are %v", want), func(svc *corev1.Service) bool {
-		var got []string
-		for _, ingress := range svc.Status.LoadBalancer.Ingress {
-			got = append(got, ingress.IP)
-		}
-
-		return slices.Equal(got, want)
-	})
+	ctest.Await(b, b.Client.CoreV1().Services("default"), ctest.Named("web"), ctest.Published(want...))
 }
 
 // get sends a request from a namespace to port 80 of a Node, and returns the body of the response.

@@ -196,7 +196,7 @@ func (b *bed) happen() {
 	b.start(self, "--controllers=*,node-ipam-controller,service-lb-controller", "--allocate-node-cidrs", "--cluster-cidr=10.200.0.0/23")
 
 	// The grace period begins when a known machine does not respond.
-	b.AwaitNode(reset.Nodename(), "initialized", func(n *corev1.Node) bool { return n.Spec.ProviderID != "" })
+	b.AwaitNode(reset.Nodename(), ctest.Initialized)
 	require.NoError(b, reset.Stop(b.Context()))
 	b.SetReady(reset.Nodename(), corev1.ConditionUnknown)
 

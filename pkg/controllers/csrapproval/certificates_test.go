@@ -93,7 +93,7 @@ func TestPinning_KubeletKeepsItsCertificates(t *testing.T) {
 
 	t.Parallel()
 
-	rotated := s.AwaitNode(w.name, "pinned to a rotated certificate", func(n *corev1.Node) bool { return n.Labels[csrapproval.LabelPrevious] != "" })
+	rotated := s.AwaitNode(w.name, func(n *corev1.Node, asrt *assert.Assertions) { asrt.NotEmpty(n.Labels[csrapproval.LabelPrevious]) })
 	assert.NotEqual(t, first, rotated.Labels[csrapproval.LabelCredential])
 
 	var added []netip.Addr

@@ -26,8 +26,8 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/csrpolicy"
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
-	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
 	"github.com/talos-ccm/talos-ccm/pkg/talostest"
+	"github.com/talos-ccm/talos-ccm/test/ctest"
 	"github.com/talos-ccm/talos-ccm/test/kube"
 )
 
@@ -484,8 +484,9 @@ func TestController_ApprovesAllThatNodeLists(t *testing.T) {
 			}
 
 			w := workers[len(workers)-1]
-			node := s.AwaitNode(w.name, "initialized and lists its names", func(node *corev1.Node) bool {
-				return !nodespec.IsUninitialized(node) && slices.Contains(requestOf(node).names, hostname) == listed
+			node := s.AwaitNode(w.name, func(node *corev1.Node, asrt *assert.Assertions) {
+				ctest.Schedulable(node, asrt)
+				asrt.Equal(listed, slices.Contains(requestOf(node).names, hostname))
 			})
 			s.awaitIssued(s.post(w, requestOf(node)))
 		})
@@ -507,7 +508,7 @@ func TestController_ApprovesManyAddresses(t *testing.T) {
 			}
 
 			w := s.join(routed...)
-			node := s.AwaitNode(w.name, "initialized", func(node *corev1.Node) bool { return !nodespec.IsUninitialized(node) })
+			node := s.AwaitNode(w.name, ctest.Schedulable)
 			want := min(count, machine.MaxSubjects-1)
 			require.Len(t, requestOf(node).ips, want)
 

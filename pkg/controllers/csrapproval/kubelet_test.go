@@ -146,7 +146,7 @@ func (s suite) removeAllOf(w worker) {
 func (s suite) awaitRequest(w worker, what string, matches func(csr *certificatesv1.CertificateSigningRequest, ips []netip.Addr) bool) *certificatesv1.CertificateSigningRequest {
 	s.Helper()
 
-	return ctest.Await(s, s.requests(), metav1.ListOptions{}, "the kubelet requests a certificate "+what, func(csr *certificatesv1.CertificateSigningRequest) bool {
+	return ctest.Await(s, s.requests(), metav1.ListOptions{}, func(csr *certificatesv1.CertificateSigningRequest, asrt *assert.Assertions) {
 		nodename, _ := csrpolicy.Nodename(csr)
 
 		var ips []netip.Addr
@@ -157,7 +157,7 @@ func (s suite) awaitRequest(w worker, what string, matches func(csr *certificate
 			}
 		}
 
-		return nodename == w.name && matches(csr, ips)
+		asrt.True(nodename == w.name && matches(csr, ips), what)
 	})
 }
 

@@ -17,6 +17,7 @@ import (
 	"github.com/cosi-project/runtime/pkg/safe"
 	talosmachine "github.com/siderolabs/talos/pkg/machinery/config/machine"
 	"github.com/siderolabs/talos/pkg/machinery/resources/k8s"
+	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 	certificatesv1 "k8s.io/api/certificates/v1"
 	corev1 "k8s.io/api/core/v1"
@@ -488,7 +489,9 @@ func (s suite) get(name string) *certificatesv1.CertificateSigningRequest {
 func (s suite) await(name, what string, ok func(*certificatesv1.CertificateSigningRequest) bool) *certificatesv1.CertificateSigningRequest {
 	s.Helper()
 
-	return ctest.Await(s, s.requests(), ctest.Named(name), "request "+name+" is "+what, ok)
+	return ctest.Await(s, s.requests(), ctest.Named(name), func(csr *certificatesv1.CertificateSigningRequest, asrt *assert.Assertions) {
+		asrt.True(ok(csr), what)
+	})
 }
 
 func (s suite) awaitIssued(name string) *certificatesv1.CertificateSigningRequest {

@@ -14,7 +14,6 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 	certificatesv1 "k8s.io/api/certificates/v1"
-	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
@@ -26,6 +25,7 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
 	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
 	"github.com/talos-ccm/talos-ccm/pkg/talostest"
+	"github.com/talos-ccm/talos-ccm/test/ctest"
 )
 
 // enforce lets requests of the worker be approved only with the pinned credential.
@@ -101,7 +101,7 @@ func idOf(credential *rest.Config) string {
 
 func (s suite) awaitPinned(w worker, credential *rest.Config) {
 	s.Helper()
-	s.AwaitNode(w.name, "pinned to "+idOf(credential), func(n *corev1.Node) bool { return n.Labels[csrapproval.LabelCredential] == idOf(credential) })
+	s.AwaitNode(w.name, ctest.Labeled(csrapproval.LabelCredential, idOf(credential)))
 }
 
 // awaitRemedy waits for the Event on an unexpected credential. It is not truncated.

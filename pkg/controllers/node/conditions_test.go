@@ -88,7 +88,7 @@ func state(n *corev1.Node, kind corev1.NodeConditionType) string {
 func (l *leader) await(nodename string, kind corev1.NodeConditionType, want string) *corev1.Node {
 	l.Helper()
 
-	return l.AwaitNode(nodename, fmt.Sprintf("%s=%s", kind, want), func(n *corev1.Node) bool { return state(n, kind) == want })
+	return l.AwaitNode(nodename, func(n *corev1.Node, asrt *assert.Assertions) { asrt.Equal(want, state(n, kind), kind) })
 }
 
 // awaitSync waits until the controller has synced everything that has happened before: it has added TalosReady to a
@@ -125,7 +125,7 @@ func TestConditions(t *testing.T) {
 			assert.Equal(t, "-", state(n, maintenance))
 			assert.Equal(t, "-", state(n, shutdown))
 			l.await(name+"-peer", talosReady, "True TalosMachineRunning")
-			l.AwaitNode(name+"-peer", "initialized", func(n *corev1.Node) bool { return !nodespec.IsUninitialized(n) })
+			l.AwaitNode(name+"-peer", ctest.Schedulable)
 			assert.Equal(t, 3, l.writesTo(name+"-peer"), "writes of metadata, status and spec")
 
 			test(l, m)
@@ -235,7 +235,7 @@ func conditionsOfAdminStay(l *leader, m *talostest.Machine) {
 	l.Join(talostest.MachineSpec{Nodename: "admin-new", Platform: runtime.PlatformMetadataSpec{ExternalDNS: "new.example.com"}})
 	ctest.Receive(l, done, "admin has set the condition")
 
-	n = l.AwaitNode("admin-new", "initialized", func(n *corev1.Node) bool { return !nodespec.IsUninitialized(n) })
+	n = l.AwaitNode("admin-new", ctest.Schedulable)
 	assert.Contains(l, n.Status.Addresses, corev1.NodeAddress{Type: corev1.NodeExternalDNS, Address: "new.example.com"})
 	assert.Equal(l, "Unknown AdminRequested", state(n, talosReady))
 }

@@ -95,11 +95,11 @@ func (s suite) requireAtomicInitialization(versions []*corev1.Node, want nodeSta
 	s.Helper()
 
 	for _, n := range versions {
-		if !tainted(n) {
+		if !nodespec.IsUninitialized(n) {
 			s.requireState(n, want)
 		}
 
-		if tainted(n) && n.Spec.ProviderID != "" {
+		if nodespec.IsUninitialized(n) && n.Spec.ProviderID != "" {
 			s.Errorf("version %s of node %s has a providerID and the uninitialized taint", n.ResourceVersion, n.Name)
 		}
 	}
@@ -214,7 +214,7 @@ func TestController_WaitsForMetadata(t *testing.T) {
 	s.waitForIdle()
 	s.assertUntouched("late")
 
-	assert.True(t, tainted(s.Node("late")), "Node initialized before its machine had metadata")
+	assert.True(t, nodespec.IsUninitialized(s.Node("late")), "Node initialized before its machine had metadata")
 
 	require.NoError(s, m.ResolvePlatform(s.Context()))
 
@@ -276,7 +276,7 @@ func TestController_RefusesIdentityOfAnotherMachine(t *testing.T) {
 	s.assertUntouched("impostor")
 	s.assertOneEvent("impostor", node.ReasonIdentityMismatch)
 
-	assert.True(t, tainted(s.Node("impostor")), "Node initialized")
+	assert.True(t, nodespec.IsUninitialized(s.Node("impostor")), "Node initialized")
 }
 
 // The kubelet reports the address of another machine after initialization.
@@ -309,7 +309,7 @@ func TestController_IgnoresNodesOfOtherOperatingSystems(t *testing.T) {
 		assert.Empty(t, s.Events(name, ""))
 	}
 
-	assert.True(t, tainted(s.Node("foreign")), "Node of another operating system was initialized")
+	assert.True(t, nodespec.IsUninitialized(s.Node("foreign")), "Node of another operating system was initialized")
 
 	assert.Empty(t, m.Calls())
 }
@@ -330,19 +330,17 @@ func TestController_MachineUnreachableAndReachableAgain(t *testing.T) {
 
 	s.update(m, func(spec *runtime.PlatformMetadataSpec) { spec.InstanceType = "resized" })
 	m.Start()
-	s.AwaitNode("unreachable", "of its new type", ofType("resized"))
+	s.AwaitNode("unreachable", ofType("resized"))
 	s.waitForIdle()
 	s.assertOneEvent("unreachable", node.ReasonUnreachable)
 }
 
-func inZone(zone string) func(*corev1.Node) bool { return labeled(corev1.LabelTopologyZone, zone) }
-
-func ofType(instanceType string) func(*corev1.Node) bool {
-	return labeled(corev1.LabelInstanceTypeStable, instanceType)
+func inZone(zone string) func(*corev1.Node, *assert.Assertions) {
+	return ctest.Labeled(corev1.LabelTopologyZone, zone)
 }
 
-func labeled(key, value string) func(*corev1.Node) bool {
-	return func(n *corev1.Node) bool { return n.Labels[key] == value }
+func ofType(instanceType string) func(*corev1.Node, *assert.Assertions) {
+	return ctest.Labeled(corev1.LabelInstanceTypeStable, instanceType)
 }
 
 func TestController_DoesNotInitializeFromStaleView(t *testing.T) {
@@ -407,7 +405,7 @@ func TestController_CompetingWriter(t *testing.T) {
 
 	go func() { competitor <- s.compete(s.Context(), "contested", writes) }()
 
-	s.AwaitNode("contested", "written by the competitor", func(n *corev1.Node) bool { return n.Labels["competing/label"] != "" })
+	s.AwaitNode("contested", func(n *corev1.Node, asrt *assert.Assertions) { asrt.Contains(n.Labels, "competing/label") })
 	require.NoError(s, m.ResolvePlatform(s.Context()))
 	require.NoError(s, <-competitor)
 
@@ -456,7 +454,7 @@ func TestController_LabelOwnedByAnotherManagerBeforeInitialization(t *testing.T)
 	s.assertOneEvent("owned-before", node.ReasonOwnershipConflict)
 
 	s.applyAs("kubectl", "owned-before", nil)
-	s.AwaitNode("owned-before", "labeled with our zone", inZone("aws-zone"))
+	s.AwaitNode("owned-before", inZone("aws-zone"))
 }
 
 func TestController_LabelTakenOverByAnotherManager(t *testing.T) {
@@ -469,7 +467,7 @@ func TestController_LabelTakenOverByAnotherManager(t *testing.T) {
 	// Other labels are still updated.
 	s.update(m, func(spec *runtime.PlatformMetadataSpec) { spec.InstanceType, spec.Spot = "next-type", true })
 
-	n := s.AwaitNode("owned-after", "a spot instance", labeled(nodespec.LabelLifecycle, "spot"))
+	n := s.AwaitNode("owned-after", ctest.Labeled(nodespec.LabelLifecycle, "spot"))
 	assert.Equal(t, "theirs", n.Labels[corev1.LabelInstanceTypeStable])
 	assert.Equal(t, "next-type", n.Labels[corev1.LabelInstanceType])
 
@@ -477,7 +475,7 @@ func TestController_LabelTakenOverByAnotherManager(t *testing.T) {
 	s.assertOneEvent("owned-after", node.ReasonOwnershipConflict)
 
 	s.PatchNode("owned-after", "kubectl-label", fmt.Sprintf(`{"metadata":{"labels":{%q:null}}}`, corev1.LabelInstanceTypeStable))
-	s.AwaitNode("owned-after", "labeled with our type again", ofType("next-type"))
+	s.AwaitNode("owned-after", ofType("next-type"))
 }
 
 // Talos reverts changes by other clients to labels in machine.nodeLabels.
@@ -520,16 +518,11 @@ func TestController_FollowsChangesImmediately(t *testing.T) {
 	metadata := func(change func(*runtime.PlatformMetadataSpec)) func(context.Context) error {
 		return func(ctx context.Context) error { return m.UpdatePlatform(ctx, change) }
 	}
-	has := func(kind corev1.NodeAddressType, list ...string) func(*corev1.Node) bool {
-		return func(n *corev1.Node) bool { return slices.Equal(addressesOf(n, kind), list) }
-	}
-	absent := func(keys ...string) func(*corev1.Node) bool {
-		return func(n *corev1.Node) bool {
-			return !slices.ContainsFunc(keys, func(key string) bool {
-				_, ok := n.Labels[key]
-
-				return ok
-			})
+	absent := func(keys ...string) func(*corev1.Node, *assert.Assertions) {
+		return func(n *corev1.Node, asrt *assert.Assertions) {
+			for _, key := range keys {
+				asrt.NotContains(n.Labels, key)
+			}
 		}
 	}
 
@@ -538,11 +531,11 @@ func TestController_FollowsChangesImmediately(t *testing.T) {
 	for _, change := range []struct {
 		name   string
 		do     func(context.Context) error
-		follow func(*corev1.Node) bool
+		follow func(*corev1.Node, *assert.Assertions)
 	}{
 		{"instance type", metadata(func(p *runtime.PlatformMetadataSpec) { p.InstanceType = "t2" }), ofType("t2")},
-		{"host name", metadata(func(p *runtime.PlatformMetadataSpec) { p.Hostname = "changing.example.com" }), has(corev1.NodeInternalDNS, "changing.example.com")},
-		{"spot", metadata(func(p *runtime.PlatformMetadataSpec) { p.Spot = true }), labeled(nodespec.LabelLifecycle, "spot")},
+		{"host name", metadata(func(p *runtime.PlatformMetadataSpec) { p.Hostname = "changing.example.com" }), lists(corev1.NodeInternalDNS, "changing.example.com")},
+		{"spot", metadata(func(p *runtime.PlatformMetadataSpec) { p.Spot = true }), ctest.Labeled(nodespec.LabelLifecycle, "spot")},
 		{"no longer spot", metadata(func(p *runtime.PlatformMetadataSpec) { p.Spot = false }), absent(nodespec.LabelLifecycle)},
 		{
 			"no longer of a type", metadata(func(p *runtime.PlatformMetadataSpec) { p.InstanceType = "" }),
@@ -550,17 +543,17 @@ func TestController_FollowsChangesImmediately(t *testing.T) {
 		},
 		{
 			"public address added", func(ctx context.Context) error { return m.AddAddress(ctx, "eth1", public) },
-			has(corev1.NodeExternalIP, "203.0.112.1", "203.0.112.20"),
+			lists(corev1.NodeExternalIP, "203.0.112.1", "203.0.112.20"),
 		},
 		{
 			"public address removed", func(ctx context.Context) error { return m.RemoveAddress(ctx, "eth1", public) },
-			has(corev1.NodeExternalIP, "203.0.112.1"),
+			lists(corev1.NodeExternalIP, "203.0.112.1"),
 		},
 	} {
 		started := time.Now()
 
 		require.NoError(s, change.do(t.Context()))
-		s.AwaitNode("changing", "updated after change: "+change.name, change.follow)
+		s.AwaitNode("changing", change.follow)
 
 		took = append(took, time.Since(started))
 		t.Logf("%s: %s", change.name, time.Since(started))
@@ -637,7 +630,7 @@ func TestController_ReportsProviderIDInUse(t *testing.T) {
 	s.assertUntouched("twin-b")
 	s.assertOneEvent("twin-b", node.ReasonProviderIDInUse)
 
-	assert.True(t, tainted(s.Node("twin-b")), "second Node initialized")
+	assert.True(t, nodespec.IsUninitialized(s.Node("twin-b")), "second Node initialized")
 
 	// Deleting the first Node releases the providerID.
 	s.Remove("twin-a")
@@ -679,7 +672,7 @@ func TestController_AssignsUniqueProviderIDsConcurrently(t *testing.T) {
 		name := fmt.Sprintf("clone-%d", i)
 
 		ctest.Eventually(s, "node "+name+" is initialized or reported", func() bool {
-			return initialized(s.Node(name)) || len(s.Events(name, node.ReasonProviderIDInUse)) > 0
+			return s.Node(name).Spec.ProviderID != "" || len(s.Events(name, node.ReasonProviderIDInUse)) > 0
 		})
 
 		if s.Node(name).Spec.ProviderID != "" {
@@ -699,7 +692,10 @@ func TestController_InitializesRecreatedNode(t *testing.T) {
 		s.Remove("again")
 		s.Register(ctest.NodeOf(m))
 
-		n := s.AwaitNode("again", "initialized after recreation", func(n *corev1.Node) bool { return initialized(n) && n.UID != first.UID })
+		n := s.AwaitNode("again", func(n *corev1.Node, asrt *assert.Assertions) {
+			ctest.Initialized(n, asrt)
+			asrt.NotEqual(first.UID, n.UID)
+		})
 		s.requireState(n, nodeState{first.Spec.ProviderID, ourLabels(first), first.Status.Addresses})
 		first = n
 	}
@@ -743,7 +739,7 @@ func TestController_InitializesCompleteNodesOnly(t *testing.T) {
 			require.NoError(s, m.ResolvePlatform(t.Context()))
 			wait()
 
-			n := s.AwaitNodeSince(seen, "without uninitialized taint", func(n *corev1.Node) bool { return !tainted(n) })
+			n := s.AwaitNodeSince(seen, ctest.Schedulable)
 			assert.Equal(t, addressList(m, nil, nil), n.Status.Addresses)
 			assert.Equal(t, "aws-zone", n.Labels[corev1.LabelTopologyZone])
 		})
@@ -795,7 +791,7 @@ func TestController_NodeDeletedDuringInitialization(t *testing.T) {
 
 		// Delete at different times: some Nodes before the first write, others after.
 		if i%2 == 0 {
-			s.AwaitNode(name, "written", isWritten)
+			s.AwaitNode(name, func(n *corev1.Node, asrt *assert.Assertions) { asrt.True(isWritten(n)) })
 		}
 
 		s.Remove(name)
@@ -826,13 +822,11 @@ func TestController_InitializesRenamedMachineWithoutProviderID(t *testing.T) {
 	s.AwaitEvent("old-name", node.ReasonIdentityMismatch)
 	s.Register(kube.NodeSpec{Name: "new-name", NodeIPs: []netip.Addr{m.Address()}})
 
-	n := s.AwaitNode("new-name", "schedulable", func(n *corev1.Node) bool { return !tainted(n) })
+	n := s.AwaitNode("new-name", ctest.Schedulable)
 	assert.Empty(t, n.Spec.ProviderID)
 	assert.Equal(t, "hcloud", n.Labels[nodespec.LabelPlatform])
 
-	s.AwaitNode("new-name", "listed with the name that its former Node lists", func(n *corev1.Node) bool {
-		return slices.Contains(n.Status.Addresses, corev1.NodeAddress{Type: corev1.NodeInternalDNS, Address: "renamed.example.org"})
-	})
+	s.AwaitNode("new-name", lists(corev1.NodeInternalDNS, "renamed.example.org")) // as its former Node does
 
 	s.AwaitEvent("new-name", node.ReasonRenamed)
 	s.waitForIdle()
@@ -857,7 +851,7 @@ func TestController_InitializesRenamedMachineAtAnotherAddress(t *testing.T) {
 	require.NoError(s, other.SetIdentity(t.Context(), "moved", ""))
 	ctest.Eventually(s, "the former name does not respond", func() bool { return s.inventory.Get("moved-old").Condition == inventory.Unreachable })
 	s.Register(ctest.NodeOf(other))
-	s.AwaitNode("moved-new", "schedulable", func(n *corev1.Node) bool { return !tainted(n) })
+	s.AwaitNode("moved-new", ctest.Schedulable)
 	s.AwaitEvent("moved-new", node.ReasonRenamed)
 }
 
@@ -895,8 +889,11 @@ func TestController_AcceptsOtherFormOfProviderID(t *testing.T) {
 	m := s.Machine(talostest.MachineSpec{
 		Nodename: "by-address", SystemInformation: &hardware.SystemInformationSpec{UUID: "0c34ad2d-f29e-136f-e25b-fdc0ce3b6b3c"},
 	})
-	s.Register(ctest.NodeOf(m))
+	registered := ctest.NodeOf(m)
+	registered.OSImage = "Another OS" // the controller must not be first
+	s.Register(registered)
 	s.PatchNode("by-address", "upstream", fmt.Sprintf(`{"spec":{"providerID":"talos://metal/%s"}}`, m.Address()))
+	s.release("by-address")
 	s.awaitInitialized("by-address")
 	s.waitForIdle()
 
@@ -915,25 +912,22 @@ func TestController_OmitsNamesWhileShared(t *testing.T) {
 
 		return talostest.MachineSpec{Nodename: nodename, Platform: metadata}
 	}
-	lists := func(list ...string) func(*corev1.Node) bool {
-		return func(n *corev1.Node) bool { return slices.Equal(addressesOf(n, corev1.NodeInternalDNS), list) }
-	}
 
 	s.initialize(named("names-1"))
-	s.AwaitNode("names-1", "lists its name", lists(name))
+	s.AwaitNode("names-1", lists(corev1.NodeInternalDNS, name))
 
 	second := s.initialize(named("names-2"))
 
 	for nodename, other := range map[string]string{"names-1": "names-2", "names-2": "names-1"} {
-		s.AwaitNode(nodename, "without the shared name", lists())
+		s.AwaitNode(nodename, lists(corev1.NodeInternalDNS))
 		s.AwaitEvent(nodename, node.ReasonInvalidValue)
 		s.waitForIdle()
 		s.assertOneEvent(nodename, node.ReasonInvalidValue, name, other)
 	}
 
 	s.update(second, func(p *runtime.PlatformMetadataSpec) { p.Hostname = "own.example.org" })
-	s.AwaitNode("names-1", "lists its name again", lists(name))
-	s.AwaitNode("names-2", "lists its new name", lists("own.example.org"))
+	s.AwaitNode("names-1", lists(corev1.NodeInternalDNS, name))
+	s.AwaitNode("names-2", lists(corev1.NodeInternalDNS, "own.example.org"))
 }
 
 // A hostile worker reports the public address of another machine on the link "external".
@@ -941,15 +935,12 @@ func TestController_KeepsAddressThatAnotherMachineReports(t *testing.T) {
 	s := parallel(t)
 
 	address := netip.MustParsePrefix("203.0.114.7/32")
-	lists := func(list ...string) func(*corev1.Node) bool {
-		return func(n *corev1.Node) bool { return slices.Equal(addressesOf(n, corev1.NodeExternalIP), list) }
-	}
 	on := func(nodename string, addresses ...talostest.Address) talostest.MachineSpec {
 		return talostest.MachineSpec{Nodename: nodename, Platform: platform("hcloud", nodename), Addresses: addresses}
 	}
 
 	victim := s.initialize(on("address-1", talostest.Address{Link: talostest.LinkExternal, Prefix: address}))
-	s.AwaitNode("address-1", "lists its address", lists("203.0.114.7"))
+	s.AwaitNode("address-1", lists(corev1.NodeExternalIP, "203.0.114.7"))
 
 	hostile := s.initialize(on("address-2"))
 	require.NoError(t, hostile.AddAddress(s.Context(), talostest.LinkExternal, address))
@@ -964,7 +955,7 @@ func TestController_KeepsAddressThatAnotherMachineReports(t *testing.T) {
 	assert.Empty(t, addressesOf(s.Node("address-2"), corev1.NodeExternalIP))
 
 	require.NoError(t, victim.RemoveAddress(s.Context(), talostest.LinkExternal, address))
-	s.AwaitNode("address-2", "lists the address that it alone has", lists("203.0.114.7"))
+	s.AwaitNode("address-2", lists(corev1.NodeExternalIP, "203.0.114.7"))
 }
 
 // A duplicate SMBIOS UUID counts unless the other Node is initialized as another instance.

@@ -14,7 +14,6 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/util/wait"
-	cloudproviderapi "k8s.io/cloud-provider/api"
 	"k8s.io/utils/clock"
 
 	"github.com/talos-ccm/talos-ccm/pkg/controllers/node"
@@ -113,13 +112,7 @@ func (s suite) initialize(spec talostest.MachineSpec) *talostest.Machine {
 func (s suite) awaitInitialized(nodename string) *corev1.Node {
 	s.Helper()
 
-	return s.AwaitNode(nodename, "initialized", initialized)
-}
-
-func initialized(n *corev1.Node) bool { return !tainted(n) && n.Spec.ProviderID != "" }
-
-func tainted(n *corev1.Node) bool {
-	return slices.ContainsFunc(n.Spec.Taints, func(t corev1.Taint) bool { return t.Key == cloudproviderapi.TaintExternalCloudProvider })
+	return s.AwaitNode(nodename, ctest.Initialized)
 }
 
 // addressesOf returns a Node's addresses of one type.
@@ -131,6 +124,11 @@ func addressesOf(n *corev1.Node, kind corev1.NodeAddressType) (list []string) {
 	}
 
 	return list
+}
+
+// lists asserts that a Node has exactly these addresses of one type.
+func lists(kind corev1.NodeAddressType, addresses ...string) func(*corev1.Node, *assert.Assertions) {
+	return func(n *corev1.Node, asrt *assert.Assertions) { asrt.Equal(addresses, addressesOf(n, kind)) }
 }
 
 // isWritten reports whether the controller owns a field of the Node.

@@ -126,7 +126,7 @@ func TestNewPreviews_AgreeWithWrites(t *testing.T) {
 			require.False(t, sameContent(p.Before, p.After), "no change: %+v", p)
 
 			s.release(test.nodename)
-			n := s.AwaitNode(test.nodename, "as previewed", func(n *corev1.Node) bool { return sameContent(n, p.After) })
+			n := s.AwaitNode(test.nodename, func(n *corev1.Node, asrt *assert.Assertions) { asrt.True(sameContent(n, p.After)) })
 
 			// Nothing more is written.
 			s.waitForIdle()

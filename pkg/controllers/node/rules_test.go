@@ -114,8 +114,8 @@ func hasRecord(n *corev1.Node) bool {
 	return slices.ContainsFunc(slices.Collect(maps.Keys(n.Labels)), func(key string) bool { return strings.Contains(key, "node-restriction") })
 }
 
-func hasTaint(taint corev1.Taint) func(*corev1.Node) bool {
-	return func(n *corev1.Node) bool { return slices.Contains(n.Spec.Taints, taint) }
+func hasTaint(taint corev1.Taint) func(*corev1.Node, *assert.Assertions) {
+	return func(n *corev1.Node, asrt *assert.Assertions) { asrt.Contains(n.Spec.Taints, taint) }
 }
 
 func aws(nodename string) talostest.MachineSpec {
@@ -136,20 +136,18 @@ func TestController_UpdatesAndRemovesLabelsAndAnnotationsOfRules(t *testing.T) {
 
 	for _, value := range []string{"paris", "lyon"} {
 		s.rules("rules-follow", rule(value))
-		s.AwaitNode("rules-follow", "labeled "+value, func(n *corev1.Node) bool {
-			return n.Labels["example.com/site"] == value && n.Annotations["example.com/note"] == value+" of eu"
+		s.AwaitNode("rules-follow", func(n *corev1.Node, asrt *assert.Assertions) {
+			asrt.Equal(value, n.Labels["example.com/site"])
+			asrt.Equal(value+" of eu", n.Annotations["example.com/note"])
 		})
 	}
 
 	s.rules("rules-follow")
 
-	n := s.AwaitNode("rules-follow", "without the label and the annotation", func(n *corev1.Node) bool {
-		_, label := n.Labels["example.com/site"]
-		_, annotation := n.Annotations["example.com/note"]
-
-		return !label && !annotation
+	n := s.AwaitNode("rules-follow", func(n *corev1.Node, asrt *assert.Assertions) {
+		asrt.NotContains(n.Labels, "example.com/site")
+		asrt.NotContains(n.Annotations, "example.com/note")
 	})
-
 	assert.Equal(t, "blue", n.Labels["team"])
 	assert.Equal(t, "eu-1a", n.Labels[corev1.LabelTopologyZone])
 }
@@ -165,8 +163,9 @@ func TestController_UpdatesIdentifiedNodesWhoseIdentityRuleFails(t *testing.T) {
 
 	s.rules("identity-broken", label("lyon"), broken, rules.Rule{Enforce: true, Taints: map[string]string{storageTaint: "ceph:NoSchedule"}})
 
-	n := s.AwaitNode("identity-broken", "labeled and tainted", func(n *corev1.Node) bool {
-		return n.Labels["example.com/site"] == "lyon" && hasTaint(storage("ceph"))(n)
+	n := s.AwaitNode("identity-broken", func(n *corev1.Node, asrt *assert.Assertions) {
+		asrt.Equal("lyon", n.Labels["example.com/site"])
+		asrt.Contains(n.Spec.Taints, storage("ceph"))
 	})
 	assert.Equal(t, before.Spec.ProviderID, n.Spec.ProviderID)
 
@@ -185,8 +184,8 @@ func TestController_SetsTaintsOfRulesAtInitialization(t *testing.T) {
 	n := s.awaitInitialized("taint-first")
 
 	for _, version := range until(n.ResourceVersion) {
-		if !tainted(version) && !hasTaint(storage("eu-1a"))(version) {
-			t.Errorf("initialized without the taint: %v", version.Spec.Taints)
+		if !nodespec.IsUninitialized(version) {
+			assert.Contains(t, version.Spec.Taints, storage("eu-1a"))
 		}
 	}
 }
@@ -199,7 +198,7 @@ func TestController_DoesNotRestoreTaintsThatAreNotEnforced(t *testing.T) {
 	s.PatchNode("taint-once", "kubectl", `{"spec":{"taints":null}}`)
 	s.rules("taint-once", rules.Rule{Taints: map[string]string{storageTaint: "nfs:NoSchedule"}, Labels: map[string]string{"example.com/seen": "true"}})
 
-	n := s.AwaitNode("taint-once", "labeled", labeled("example.com/seen", "true"))
+	n := s.AwaitNode("taint-once", ctest.Labeled("example.com/seen", "true"))
 	assert.Empty(t, taintsNamed(n, storageTaint))
 }
 
@@ -213,18 +212,19 @@ func TestController_RestoresEnforcedTaintsUntilTheRuleIsRemoved(t *testing.T) {
 	s.PatchNode("taint-enforced", "kubectl", `{"spec":{"taints":[{"key":"team","value":"blue","effect":"NoSchedule"}]}}`)
 
 	s.rules("taint-enforced", enforced("ceph"))
-	s.AwaitNode("taint-enforced", "tainted", hasTaint(storage("ceph")))
+	s.AwaitNode("taint-enforced", hasTaint(storage("ceph")))
 
 	removed := s.PatchNode("taint-enforced", "kubectl", `{"spec":{"taints":[{"key":"team","value":"blue","effect":"NoSchedule"}]}}`)
-	s.AwaitNodeSince(removed, "tainted again", hasTaint(storage("ceph")))
+	s.AwaitNodeSince(removed, hasTaint(storage("ceph")))
 
 	s.rules("taint-enforced", enforced("nfs"))
-	s.AwaitNode("taint-enforced", "tainted with the new value", hasTaint(storage("nfs")))
+	s.AwaitNode("taint-enforced", hasTaint(storage("nfs")))
 
 	s.rules("taint-enforced")
 
-	n := s.AwaitNode("taint-enforced", "without the taint and its record", func(n *corev1.Node) bool {
-		return len(taintsNamed(n, storageTaint)) == 0 && !hasRecord(n)
+	n := s.AwaitNode("taint-enforced", func(n *corev1.Node, asrt *assert.Assertions) {
+		asrt.Empty(taintsNamed(n, storageTaint))
+		asrt.False(hasRecord(n), n.Labels)
 	})
 	assert.Len(t, taintsNamed(n, "team"), 1)
 }
@@ -264,11 +264,11 @@ func TestController_DoesNotRecordTaintThatItHasNotReceived(t *testing.T) {
 			s.rules(name, rules.Rule{Enforce: true, Taints: map[string]string{storageTaint: ours + ":NoSchedule"}, Labels: map[string]string{"example.com/seen": "true"}})
 			wait()
 
-			n := s.AwaitNode(name, "labeled", labeled("example.com/seen", "true"))
+			n := s.AwaitNode(name, ctest.Labeled("example.com/seen", "true"))
 			assert.False(t, hasRecord(n), "taint of another client was recorded as enforced: %v", n.Labels)
 
 			s.rules(name)
-			s.AwaitNode(name, "no longer labeled", labeled("example.com/seen", ""))
+			s.AwaitNode(name, ctest.Labeled("example.com/seen", ""))
 			s.waitForIdle()
 
 			assert.Contains(t, s.Node(name).Spec.Taints, storage(theirs))
@@ -347,16 +347,20 @@ func TestController_TakesOverLabelsOfUpstreamCCM(t *testing.T) {
 	})
 	require.NoError(s, m.ResolvePlatform(t.Context()))
 
-	n := s.AwaitNode("takeover", "relabeled", func(n *corev1.Node) bool {
-		return initialized(n) && n.Labels["example.com/site"] == "new" && n.Annotations["example.com/note"] == "new"
+	n := s.AwaitNode("takeover", func(n *corev1.Node, asrt *assert.Assertions) {
+		ctest.Initialized(n, asrt)
+		asrt.Equal("new", n.Labels["example.com/site"])
+		asrt.Equal("new", n.Annotations["example.com/note"])
 	})
 	assert.Equal(t, "left", n.Labels["example.com/stray"])
 
 	assert.Empty(t, s.Events("takeover", node.ReasonOwnershipConflict))
 
 	s.rules("takeover")
-	n = s.AwaitNode("takeover", "without the labels", func(n *corev1.Node) bool {
-		return n.Labels["example.com/site"] == "" && n.Labels["example.com/same"] == "" && n.Annotations["example.com/note"] == ""
+	n = s.AwaitNode("takeover", func(n *corev1.Node, asrt *assert.Assertions) {
+		asrt.NotContains(n.Labels, "example.com/site")
+		asrt.NotContains(n.Labels, "example.com/same")
+		asrt.NotContains(n.Annotations, "example.com/note")
 	})
 
 	assert.Equal(t, "eu-1a", n.Labels[corev1.LabelTopologyZone])
@@ -382,7 +386,7 @@ func TestController_KeepsTopologyUntilLabelIsRemoved(t *testing.T) {
 	s.assertOneEvent("topology", node.ReasonTopologyChanged, corev1.LabelTopologyZone+`="eu-1a"`, `its machine now sets "eu-1b"`, "nodes.topology: follow")
 
 	s.rules("topology", rules.Rule{Name: "move", PlatformMetadata: map[string]string{"Region": "us"}, Labels: map[string]string{"example.com/seen": "true"}})
-	s.AwaitNode("topology", "labeled", labeled("example.com/seen", "true"))
+	s.AwaitNode("topology", ctest.Labeled("example.com/seen", "true"))
 	s.touch("topology", 20)
 	s.waitForIdle()
 
@@ -395,14 +399,14 @@ func TestController_KeepsTopologyUntilLabelIsRemoved(t *testing.T) {
 	assert.True(t, found[0].Count == 1 && found[1].Count == 1, ctest.Messages(found))
 
 	s.PatchNode("topology", "kubectl-label", fmt.Sprintf(`{"metadata":{"labels":{%q:null}}}`, corev1.LabelTopologyZone))
-	s.AwaitNode("topology", "in the new zone", func(n *corev1.Node) bool {
-		return inZone("eu-1b")(n) && n.Labels[corev1.LabelFailureDomainBetaZone] == "eu-1b" && n.Labels[corev1.LabelTopologyRegion] == "eu"
+	s.AwaitNode("topology", func(n *corev1.Node, asrt *assert.Assertions) {
+		asrt.Equal(topology("eu", "eu-1b", "larger"), without(ourLabels(n), nodespec.LabelPlatform, nodespec.LabelClusterName))
 	})
 
 	// The API server would remove labels that are no longer applied.
 	s.update(m, func(spec *runtime.PlatformMetadataSpec) { spec.Zone, spec.InstanceType = "", "" })
 
-	n = s.AwaitNode("topology", "without an instance type", ofType(""))
+	n = s.AwaitNode("topology", ofType(""))
 	assert.Equal(t, "eu-1b", n.Labels[corev1.LabelTopologyZone])
 }
 
@@ -435,7 +439,7 @@ func TestController_FollowsTopologyIfConfigured(t *testing.T) {
 	defer s.options.follow(false)
 
 	s.resync()
-	s.AwaitNode("topology-follow", "in the new zone", inZone("eu-1b"))
+	s.AwaitNode("topology-follow", inZone("eu-1b"))
 	s.update(m, func(spec *runtime.PlatformMetadataSpec) { spec.Zone = "" })
-	s.AwaitNode("topology-follow", "without a zone", inZone(""))
+	s.AwaitNode("topology-follow", inZone(""))
 }

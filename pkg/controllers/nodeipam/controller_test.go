@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"net/netip"
-	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -60,8 +59,8 @@ func TestController_WritesBothFamiliesAtOnce(t *testing.T) {
 	w := start(t, cidrs("10.1.0.0/16", "fd00:1::/48"))
 	options := metav1.ListOptions{LabelSelector: w.label(), ResourceVersion: w.register("a").ResourceVersion}
 
-	node := ctest.Await(w, w.Client.CoreV1().Nodes(), options, "a Node has podCIDRs", func(node *corev1.Node) bool {
-		return node.Spec.PodCIDR != "" || len(node.Spec.PodCIDRs) > 0
+	node := ctest.Await(w, w.Client.CoreV1().Nodes(), options, func(node *corev1.Node, asrt *assert.Assertions) {
+		asrt.NotEmpty(node.Spec.PodCIDR + strings.Join(node.Spec.PodCIDRs, ""))
 	})
 	assert.Equal(t, "10.1.0.0/24", node.Spec.PodCIDR)
 	assert.Equal(t, []string{"10.1.0.0/24", "fd00:1::/80"}, node.Spec.PodCIDRs)
@@ -506,8 +505,9 @@ func TestController_ExhaustedFamilyLeaksNothing(t *testing.T) {
 	}
 
 	w.remove("a")
-	ctest.Await(w, w.Client.CoreV1().Nodes(), metav1.ListOptions{LabelSelector: w.label()}, "a pending Node has the lowest blocks", func(n *corev1.Node) bool {
-		return n.Name != w.node("a") && slices.Equal(n.Spec.PodCIDRs, []string{"10.1.0.0/24", "fd00:1::/80"})
+	ctest.Await(w, w.Client.CoreV1().Nodes(), metav1.ListOptions{LabelSelector: w.label()}, func(n *corev1.Node, asrt *assert.Assertions) {
+		asrt.NotEqual(w.node("a"), n.Name)
+		asrt.Equal([]string{"10.1.0.0/24", "fd00:1::/80"}, n.Spec.PodCIDRs)
 	})
 }
 

@@ -16,6 +16,7 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/config"
 	"github.com/talos-ccm/talos-ccm/pkg/controllers/service"
 	"github.com/talos-ccm/talos-ccm/pkg/csrpolicy"
+	"github.com/talos-ccm/talos-ccm/test/ctest"
 )
 
 func TestController_FollowsNodes(t *testing.T) {
@@ -196,7 +197,7 @@ func TestController_KeepsAddressesUntilMachinesRespond(t *testing.T) {
 
 	first, isService := (<-history.ResultChan()).Object.(*corev1.Service)
 	require.True(t, isService)
-	assert.Len(t, addresses(first), 3, "first change after the restart")
+	assert.Len(t, ctest.Addresses(first), 3, "first change after the restart")
 }
 
 func TestController_RemovesItsAddressesWhenNotManaged(t *testing.T) {
@@ -221,7 +222,7 @@ func TestController_RemovesItsAddressesWhenNotManaged(t *testing.T) {
 	s.stop()
 	s.patch("class", `{"spec":{"type":"ClusterIP","loadBalancerClass":null}}`)
 
-	assert.Empty(t, addresses(s.get("class")))
+	assert.Empty(t, ctest.Addresses(s.get("class")))
 
 	s.run()
 	s.respond("a", "192.0.2.1")
@@ -231,7 +232,7 @@ func TestController_RemovesItsAddressesWhenNotManaged(t *testing.T) {
 	s.await("next", "192.0.2.1")
 	s.stop()
 
-	assert.Equal(t, []string{"198.51.100.1"}, addresses(s.get("class")))
+	assert.Equal(t, []string{"198.51.100.1"}, ctest.Addresses(s.get("class")))
 }
 
 func TestController_LeavesOtherServicesAlone(t *testing.T) {

@@ -3,9 +3,7 @@ package service_test
 import (
 	"context"
 	"crypto/rand"
-	"fmt"
 	"net/netip"
-	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -160,22 +158,8 @@ func (s *suite) get(name string) *corev1.Service {
 	return svc
 }
 
-func addresses(svc *corev1.Service) (list []string) {
-	for _, ingress := range svc.Status.LoadBalancer.Ingress {
-		list = append(list, ingress.IP)
-	}
-
-	return list
-}
-
 // await waits until a Service has exactly these addresses, in this order.
 func (s *suite) await(name string, want ...string) {
 	s.Helper()
-	s.awaitThat(name, fmt.Sprintf("has addresses %v", want), func(svc *corev1.Service) bool { return slices.Equal(addresses(svc), want) })
-}
-
-func (s *suite) awaitThat(name, what string, ok func(*corev1.Service) bool) *corev1.Service {
-	s.Helper()
-
-	return ctest.Await(s, s.services(), ctest.Named(name), "service "+name+" "+what, ok)
+	ctest.Await(s, s.services(), ctest.Named(name), ctest.Published(want...))
 }
