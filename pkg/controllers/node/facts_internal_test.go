@@ -32,8 +32,9 @@ func TestController_AwaitsFactsForAMinute(t *testing.T) {
 		c.planner.options = func(machine.Machine) nodespec.Options { return nodespec.Options{Rules: compiled} }
 		c.config.Inventory.Replace("n", machine.Machine{Nodename: "n", Stage: runtime.MachineStageBooting})
 
-		again, err := c.sync(t.Context(), "n")
+		result, again, err := c.syncNode(t.Context(), n)
 		require.NoError(t, err)
+		assert.Equal(t, resultPending, result)
 		assert.Equal(t, factsTimeout, again)
 
 		assert.True(t, c.planner.observe(n).input.AwaitsFacts)

@@ -3,6 +3,7 @@ package node_test
 import (
 	"fmt"
 	"maps"
+	"net/netip"
 	"slices"
 	"strings"
 	"testing"
@@ -12,6 +13,7 @@ import (
 	"github.com/stretchr/testify/require"
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	cloudproviderapi "k8s.io/cloud-provider/api"
 
 	"github.com/talos-ccm/talos-ccm/pkg/controllers/node"
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
@@ -185,4 +187,26 @@ func TestNewPreviews_DoNotChangeUnmanagedNodes(t *testing.T) {
 	assert.Nil(t, previews[0].After)
 	assert.False(t, previews[1].Unmanaged)
 	assert.Nil(t, previews[1].After)
+}
+
+func TestNewPreviews_ReportProviderIDInUse(t *testing.T) {
+	var nodes []*corev1.Node
+
+	machines := inventory.New(time.Now)
+
+	for _, name := range []string{"first", "second"} {
+		n := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: name, Annotations: map[string]string{cloudproviderapi.AnnotationAlphaProvidedIPAddr: "10.0.0.1"}}}
+		n.Status.NodeInfo.OSImage = kube.DefaultOSImage
+		nodes = append(nodes, n)
+		machines.Replace(name, machine.Machine{
+			Nodename: name, Platform: identified("hcloud", "hcloud://clones"), Addresses: []machine.Address{{Link: "eth0", Prefix: netip.MustParsePrefix("10.0.0.1/24")}},
+		})
+	}
+
+	previews, err := node.NewPreviews(nodes, machines, nodespec.Options{})
+	require.NoError(t, err)
+	assert.Equal(t, "hcloud://clones", previews[0].After.Spec.ProviderID)
+	assert.Nil(t, previews[1].After)
+	require.Len(t, previews[1].Problems, 1)
+	assert.Equal(t, node.ReasonProviderIDInUse, previews[1].Problems[0].Reason)
 }
