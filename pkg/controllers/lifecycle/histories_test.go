@@ -4,6 +4,7 @@ import (
 	"crypto/rand"
 	"fmt"
 	"maps"
+	"net/http"
 	"strings"
 	"testing"
 	"time"
@@ -638,12 +639,12 @@ func TestController_KeepsNodeThatChangesDuringDeletion(t *testing.T) {
 	t.Parallel()
 
 	for name, test := range map[string]struct {
-		before string // the request before which the Node changes
+		before string // the method of the request before which the Node changes
 		change func(w *world)
 	}{
-		"not selected any more": {"get", func(w *world) { w.patch("w-1", `{"metadata":{"labels":{"unmanaged":"true"}}}`) }},
-		"ready":                 {"delete", func(w *world) { w.ready("w-1") }},
-		"registered again": {"delete", func(w *world) { // the machine is installed again
+		"not selected any more": {http.MethodGet, func(w *world) { w.patch("w-1", `{"metadata":{"labels":{"unmanaged":"true"}}}`) }},
+		"ready":                 {http.MethodDelete, func(w *world) { w.ready("w-1") }},
+		"registered again": {http.MethodDelete, func(w *world) { // the machine is installed again
 			assert.NoError(w, w.Client.CoreV1().Nodes().Delete(w.Context(), w.node("w-1"), metav1.DeleteOptions{}))
 			w.register("w-1", w.machines["w-1"].Address())
 			w.ready("w-1")
@@ -657,16 +658,11 @@ func TestController_KeepsNodeThatChangesDuringDeletion(t *testing.T) {
 				w.await(name, inventory.Current)
 			}
 
-			changed := make(chan struct{})
-
-			w.mu.Lock()
-			w.before = map[string]func(){test.before: func() { test.change(w); close(changed) }}
-			w.mu.Unlock()
-
+			wait := w.transport.Overtake(w, test.before, w.node("w-1"), 1, func() { test.change(w) })
 			w.announce("w-1", runtime.MachineStageResetting)
 			w.powerOff("w-1")
 			w.advance(2 * grace)
-			ctest.Receive(w, changed, "the node has changed")
+			wait()
 			w.waitForIdle()
 			w.expect("after the change", outcome{})
 		})

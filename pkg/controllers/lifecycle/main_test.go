@@ -71,9 +71,8 @@ type world struct {
 	local    string                // the machine that the controller runs on
 	absent   sets.Set[string]      // full names of Nodes whose machines are no members
 	members  map[string]netip.Addr // by full name
-	// before are called once, before the controller sends its next request with the verb for a single Node.
-	before map[string]func()
 
+	transport *ctest.Transport // of the controller
 	inventory *inventory.Inventory
 	resign    func()
 	// processed is the resourceVersion of the control-plane Node that the controller has processed last.
@@ -98,7 +97,7 @@ func newWorld(t *testing.T, settings config.CompiledLifecycle, names ...string) 
 		registered: sets.New[string](), absent: sets.New[string](),
 	}
 	w.Talos = ctest.NewTalos(t, talostest.Options{})
-	w.Client = client{w.Client, w.node(""), func(string) {}}
+	w.Client = client{w.Client, w.node("")}
 
 	for _, name := range append([]string{controlPlane}, names...) {
 		w.addMachine(name)
@@ -135,7 +134,10 @@ func (w *world) lead() {
 		w.resign()
 	}
 
-	i, err := ctest.NewInstance(context.Background(), w.Kube.Config(), ctest.Dial(w.Talos))
+	config := w.Kube.Config()
+	w.transport = ctest.NewTransport(config)
+
+	i, err := ctest.NewInstance(context.Background(), config, ctest.Dial(w.Talos))
 	require.NoError(w, err)
 
 	i.Factory = informers.NewSharedInformerFactoryWithOptions(i.Client, 0, informers.WithTweakListOptions(func(options *metav1.ListOptions) {
@@ -145,7 +147,7 @@ func (w *world) lead() {
 	require.NoError(w, i.Reflector.FollowNodes(i.Nodes))
 
 	controller, err := lifecycle.New(lifecycle.Config{
-		Client: client{i.Client, w.node(""), w.requesting}, Nodes: nodes{i.Nodes, w}, Inventory: i.Inventory, Recorder: i.Recorder, Clock: w.clock,
+		Client: client{i.Client, w.node("")}, Nodes: nodes{i.Nodes, w}, Inventory: i.Inventory, Recorder: i.Recorder, Clock: w.clock,
 		Settings:  w.inForce,
 		Selected:  func(node *corev1.Node, _ machine.Machine) bool { return node.Labels["unmanaged"] == "" },
 		Absent:    w.whyAbsent,
@@ -226,18 +228,6 @@ func (w *world) discover(nodenames ...string) {
 	w.members = map[string]netip.Addr{}
 	for _, name := range nodenames {
 		w.members[w.node(name)] = w.machines[name].Address()
-	}
-}
-
-// requesting calls the function that is to be called before a request with the verb.
-func (w *world) requesting(verb string) {
-	w.mu.Lock()
-	call := w.before[verb]
-	delete(w.before, verb)
-	w.mu.Unlock()
-
-	if call != nil {
-		call()
 	}
 }
 
@@ -451,48 +441,22 @@ type client struct {
 	kubernetes.Interface
 
 	prefix string
-	before func(verb string) // called before a Node is read or deleted
 }
 
 // CoreV1 implements kubernetes.Interface.
 func (c client) CoreV1() typedcorev1.CoreV1Interface {
-	return coreClient{c.Interface.CoreV1(), c}
+	return coreClient{c.Interface.CoreV1(), c.prefix}
 }
 
 type coreClient struct {
 	typedcorev1.CoreV1Interface
 
-	client client
-}
-
-// Nodes implements typedcorev1.NodesGetter.
-func (c coreClient) Nodes() typedcorev1.NodeInterface {
-	return nodeClient{c.CoreV1Interface.Nodes(), c.client.before}
-}
-
-type nodeClient struct {
-	typedcorev1.NodeInterface
-
-	before func(verb string)
-}
-
-// Get implements typedcorev1.NodeInterface.
-func (c nodeClient) Get(ctx context.Context, name string, options metav1.GetOptions) (*corev1.Node, error) {
-	c.before("get")
-
-	return c.NodeInterface.Get(ctx, name, options)
-}
-
-// Delete implements typedcorev1.NodeInterface.
-func (c nodeClient) Delete(ctx context.Context, name string, options metav1.DeleteOptions) error {
-	c.before("delete")
-
-	return c.NodeInterface.Delete(ctx, name, options)
+	prefix string
 }
 
 // Events implements typedcorev1.EventsGetter.
 func (c coreClient) Events(namespace string) typedcorev1.EventInterface {
-	return eventClient{c.CoreV1Interface.Events(namespace), c.client.prefix}
+	return eventClient{c.CoreV1Interface.Events(namespace), c.prefix}
 }
 
 type eventClient struct {

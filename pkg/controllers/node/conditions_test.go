@@ -3,6 +3,7 @@ package node_test
 import (
 	"context"
 	"fmt"
+	"net/http"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -41,7 +42,7 @@ func (c *laterClock) Now() time.Time { return time.Now().Add(time.Duration(c.ahe
 // leader is a node controller that a test stops and replaces.
 type leader struct {
 	ctest.Suite
-	*transport
+	*ctest.Transport
 
 	inventory *inventory.Inventory
 	clock     *laterClock
@@ -54,9 +55,8 @@ type leader struct {
 func lead(s ctest.Suite) *leader {
 	s.Helper()
 
-	l := &leader{Suite: s, transport: newTransport(), clock: &laterClock{}, omit: &atomic.Bool{}}
 	config := s.Kube.Config()
-	config.Wrap(l.wrap)
+	l := &leader{Suite: s, Transport: ctest.NewTransport(config), clock: &laterClock{}, omit: &atomic.Bool{}}
 
 	i, err := ctest.NewInstance(context.Background(), config, ctest.Dial(s.Talos))
 	require.NoError(s, err)
@@ -126,7 +126,7 @@ func TestConditions(t *testing.T) {
 			assert.Equal(t, "-", state(n, shutdown))
 			l.await(name+"-peer", talosReady, "True TalosMachineRunning")
 			l.AwaitNode(name+"-peer", ctest.Schedulable)
-			assert.Equal(t, 3, l.writesTo(name+"-peer"), "writes of metadata, status and spec")
+			assert.Equal(t, 3, l.Writes(name+"-peer"), "writes of metadata, status and spec")
 
 			test(l, m)
 			l.stop()
@@ -161,7 +161,7 @@ func conditionsFollowReboot(l *leader, m *talostest.Machine) {
 	l.await("reboot", maintenance, "-")
 	l.Logf("removed %s after %s", maintenance, time.Since(start))
 
-	writes := l.writesTo("reboot")
+	writes := l.Writes("reboot")
 
 	for i := range 3 {
 		l.PatchNode("reboot", "toucher", fmt.Sprintf(`{"metadata":{"annotations":{"test/touched":"%d"}}}`, i))
@@ -169,7 +169,7 @@ func conditionsFollowReboot(l *leader, m *talostest.Machine) {
 	}
 
 	l.awaitSync("reboot-marker")
-	assert.Equal(l, writes, l.writesTo("reboot"), "wrote an unchanged Node")
+	assert.Equal(l, writes, l.Writes("reboot"), "wrote an unchanged Node")
 
 	require.NoError(l, m.SetUnmetConditions(l.Context(), runtime.UnmetCondition{Name: "services", Reason: "etcd not healthy"}))
 	n = l.await("reboot", talosReady, "False TalosMachineUnmetConditions")
@@ -209,14 +209,11 @@ func conditionsSurviveLeaders(l *leader, m *talostest.Machine) {
 
 // conditionsOfAdminStay sets conditions after the controller has read a Node and before it writes.
 func conditionsOfAdminStay(l *leader, m *talostest.Machine) {
-	done := make(chan struct{})
-
-	l.beforeNextWrite("admin", func() {
+	wait := l.Overtake(l, http.MethodPatch, "admin", 1, func() {
 		l.SetCondition("admin", "admin", `{"type":"MaintenanceInProgress","status":"True","reason":"AdminRequested"}`)
-		close(done)
 	})
 	l.setStage(m, runtime.MachineStageRebooting)
-	ctest.Receive(l, done, "admin has set the condition")
+	wait()
 
 	n := l.await("admin", talosReady, "False TalosMachineRebooting")
 	assert.Equal(l, "True AdminRequested", state(n, maintenance))
@@ -226,14 +223,11 @@ func conditionsOfAdminStay(l *leader, m *talostest.Machine) {
 	assert.Equal(l, "True AdminRequested", state(n, maintenance))
 
 	// The first write to this Node applies labels, and the next one contains an address and conditions.
-	done = make(chan struct{})
-
-	l.beforeNextWrite("admin-new", func() {
+	wait = l.Overtake(l, http.MethodPatch, "admin-new", 1, func() {
 		l.SetCondition("admin-new", "admin", `{"type":"TalosReady","status":"Unknown","reason":"AdminRequested"}`)
-		close(done)
 	})
 	l.Join(talostest.MachineSpec{Nodename: "admin-new", Platform: runtime.PlatformMetadataSpec{ExternalDNS: "new.example.com"}})
-	ctest.Receive(l, done, "admin has set the condition")
+	wait()
 
 	n = l.AwaitNode("admin-new", ctest.Schedulable)
 	assert.Contains(l, n.Status.Addresses, corev1.NodeAddress{Type: corev1.NodeExternalDNS, Address: "new.example.com"})

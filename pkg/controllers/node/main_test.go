@@ -3,6 +3,7 @@ package node_test
 import (
 	"context"
 	"fmt"
+	"net/http"
 	"slices"
 	"strings"
 	"testing"
@@ -30,7 +31,7 @@ var conflictBackoff = wait.Backoff{Steps: 1000, Duration: 20 * time.Millisecond,
 
 // environment is the controller that all tests share.
 type environment struct {
-	transport *transport
+	transport *ctest.Transport
 	inventory *inventory.Inventory
 	// options apply to all tests: the rules of each select its own Nodes.
 	options atomicOptions
@@ -46,9 +47,8 @@ func TestMain(m *testing.M) { bed.Main(m, kube.Options{}, shared.start) }
 
 // start starts the controller as the product does, but without leader election and bootstrap.
 func (e *environment) start() (stop func(), err error) {
-	e.transport = newTransport()
 	config := bed.Kube.Config()
-	config.Wrap(e.transport.wrap)
+	e.transport = ctest.NewTransport(config)
 
 	i, err := ctest.NewInstance(context.Background(), config, ctest.Dial(bed.Talos))
 	if err != nil {
@@ -170,6 +170,11 @@ func (s suite) waitForIdle() {
 	s.Join(talostest.MachineSpec{Nodename: name, Platform: platform("aws", name), PlatformPending: true})
 	s.AwaitEvent(name, node.ReasonMetadataPending)
 	s.Remove(name)
+}
+
+// overtake calls change before the controller's n-th write of the Node from now on. wait returns after that.
+func (s suite) overtake(nodename string, n int, change func()) (wait func()) {
+	return s.transport.Overtake(s, http.MethodPatch, nodename, n, change)
 }
 
 // touch makes irrelevant changes to the Node, as heartbeats do.

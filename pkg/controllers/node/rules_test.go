@@ -1,7 +1,6 @@
 package node_test
 
 import (
-	"context"
 	"fmt"
 	"maps"
 	"slices"
@@ -254,11 +253,8 @@ func TestController_DoesNotRecordTaintThatItHasNotReceived(t *testing.T) {
 
 			s.initialize(aws(name))
 
-			wait := s.overtake(name, func(ctx context.Context) error {
-				patch := fmt.Appendf(nil, `{"spec":{"taints":[{"key":%q,"value":%q,"effect":"NoSchedule"}]}}`, storageTaint, theirs)
-				_, err := s.Client.CoreV1().Nodes().Patch(ctx, name, types.MergePatchType, patch, metav1.PatchOptions{FieldManager: "kubectl"})
-
-				return err
+			wait := s.overtake(name, 1, func() {
+				s.PatchNode(name, "kubectl", fmt.Sprintf(`{"spec":{"taints":[{"key":%q,"value":%q,"effect":"NoSchedule"}]}}`, storageTaint, theirs))
 			})
 
 			s.rules(name, rules.Rule{Enforce: true, Taints: map[string]string{storageTaint: ours + ":NoSchedule"}, Labels: map[string]string{"example.com/seen": "true"}})
