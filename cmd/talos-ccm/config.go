@@ -70,8 +70,8 @@ them. A file may be
   in the document is validated, too.
 
 If the file is valid, print a summary and exit with 0. Otherwise exit with 1.
-Errors, and warnings about parts without effect, are printed to standard error,
-one per line with its position. With -o json, print one object per file.`,
+Errors, and warnings about parts without effect and probable mistakes, are printed to standard
+error, one per line with its position. With -o json, print one object per file.`,
 		Example: `  talos-ccm config validate rules.yaml
   talos-ccm config validate - < rules.yaml
   talos-ccm config validate controlplane.yaml`,
@@ -169,14 +169,26 @@ func validate(cmd *cobra.Command, path, output string) error {
 
 // parseFile reads a configuration file, or a file that contains one.
 func parseFile(name string, data []byte) (*config.Compiled, error) {
-	return config.ParseFile(name, data, config.Extension{Name: extension.Name, MountPath: settings.MountPath, CheckEnvironment: checkVariables, Warn: warnOf})
+	return config.ParseFile(name, data, config.Extension{
+		Name:             extension.Name,
+		MountPath:        settings.MountPath,
+		CheckEnvironment: checkVariables,
+		Warn: func(variables []string) []string {
+			options, _ := serviceOptions(variables)
+
+			return options.Warnings()
+		},
+		Unused: func(variables []string) map[string]string {
+			options, _ := serviceOptions(variables)
+
+			return options.Unused()
+		},
+	})
 }
 
-var separators = strings.NewReplacer("_", "", "-", "")
-
-// checkVariables returns why the extension service could not be started with the variables of a document. It refuses
-// misspelled prefixes, such as TALOSCCM_, because the service ignores variables without the prefix.
-func checkVariables(variables []string) error {
+// serviceOptions returns the options of the extension service with the variables of a document, and the error with which it
+// would fail. The options are nil only if the defaults are invalid.
+func serviceOptions(variables []string) (*ccm.Options, error) {
 	var service struct {
 		Container struct {
 			Args []string `yaml:"args"`
@@ -184,10 +196,22 @@ func checkVariables(variables []string) error {
 	}
 
 	if err := yaml.Unmarshal(extension.Spec, &service); err != nil {
-		return err
+		return nil, err
 	}
 
-	options := ccm.Options{CheckEnvironment: func(environ []string) error { return checkEnvironment(service.Container.Args, environ) }}
+	return optionsOf(service.Container.Args, variables)
+}
+
+var separators = strings.NewReplacer("_", "", "-", "")
+
+// checkVariables returns why the extension service could not be started with the variables of a document. It refuses
+// misspelled prefixes, such as TALOSCCM_, because the service ignores variables without the prefix.
+func checkVariables(variables []string) error {
+	options := ccm.Options{CheckEnvironment: func(environ []string) error {
+		_, err := serviceOptions(environ)
+
+		return err
+	}}
 	errs := []error{options.CheckDocument(variables)}
 
 	for _, variable := range variables {
@@ -198,16 +222,6 @@ func checkVariables(variables []string) error {
 	}
 
 	return errors.Join(errs...)
-}
-
-// warnOf warns of a list of controllers that enables no default controller.
-func warnOf(variable string) string {
-	list, isControllers := strings.CutPrefix(variable, environmentPrefix+"CONTROLLERS=")
-	if !isControllers || ccm.EnablesDefaults(strings.Split(list, ",")) {
-		return ""
-	}
-
-	return "no default controller runs; add * for the default ones"
 }
 
 // readConfig reads a file, or stdin for "-". It reads at most one byte more than config.Parse accepts.

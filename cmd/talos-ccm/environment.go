@@ -59,17 +59,25 @@ func setFromEnvironment(flags *pflag.FlagSet, environ []string) error {
 
 // checkEnvironment returns the error with which the process would fail if it were started with args and environ.
 func checkEnvironment(args, environ []string) error {
+	_, err := optionsOf(args, environ)
+
+	return err
+}
+
+// optionsOf returns the options of a process that is started with args and environ, and the error with which it would
+// fail.
+func optionsOf(args, environ []string) (*ccm.Options, error) {
 	options, err := ccm.NewOptions()
 	if err != nil {
-		return err
+		return nil, err
 	}
 
 	logOptions := logs.NewOptions()
 	cmd := newCommand(options, logOptions)
 
 	if err := cmd.ParseFlags(args); err != nil {
-		return err
+		return options, err
 	}
 
-	return errors.Join(setFromEnvironment(cmd.Flags(), environ), logsapi.Validate(logOptions, utilfeature.DefaultFeatureGate, nil).ToAggregate(), options.Validate())
+	return options, errors.Join(setFromEnvironment(cmd.Flags(), environ), logsapi.Validate(logOptions, utilfeature.DefaultFeatureGate, nil).ToAggregate(), options.Validate())
 }

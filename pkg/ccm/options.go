@@ -22,6 +22,7 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/cidrset"
 	"github.com/talos-ccm/talos-ccm/pkg/config"
 	"github.com/talos-ccm/talos-ccm/pkg/controllers/nodeipam"
+	"github.com/talos-ccm/talos-ccm/pkg/controllers/service"
 	"github.com/talos-ccm/talos-ccm/pkg/csrpolicy"
 )
 
@@ -426,9 +427,41 @@ func (o *Options) enabled(name string) bool {
 	return slices.ContainsFunc(controllers, func(c controllerType) bool { return c.name == name && c.enabled(o.Framework.Generic.Controllers) })
 }
 
-// EnablesDefaults reports whether the entries of --controllers enable any controller that is enabled by default.
-func EnablesDefaults(entries []string) bool {
-	return slices.ContainsFunc(controllers, func(c controllerType) bool { return c.enabledByDefault && c.enabled(entries) })
+// loopbackPorts are the ports of Talos and Kubernetes on the loopback address, besides those on a machine's addresses.
+var loopbackPorts = map[int]string{7445: "KubePrism", 10248: "kubelet", 10249: "kube-proxy"}
+
+// Warnings returns the options that are valid, but probably mistakes, one line each.
+func (o *Options) Warnings() (warnings []string) {
+	port := o.Framework.SecureServing.BindPort
+	user := cmp.Or(service.UserOfPort(port), loopbackPorts[port])
+
+	if user != "" && port != securePort {
+		warnings = append(warnings, fmt.Sprintf("--secure-port: %d is the port of %s; use another one, such as %d", port, user, securePort))
+	}
+
+	if !o.Framework.Generic.LeaderElection.LeaderElect {
+		warnings = append(warnings, "--leader-elect: false makes all instances write to Nodes at the same time; use it with a single instance only")
+	}
+
+	if !slices.ContainsFunc(controllers, func(c controllerType) bool { return c.enabledByDefault && o.enabled(c.name) }) {
+		warnings = append(warnings, "no default controller runs; add * for the default ones")
+	}
+
+	return warnings
+}
+
+// Unused returns the keys of a configuration that have no effect, because their controllers are disabled, with the
+// reason.
+func (o *Options) Unused() map[string]string {
+	unused := map[string]string{}
+
+	for _, c := range controllers {
+		if !o.enabled(c.name) {
+			unused[c.section] = fmt.Sprintf("has no effect, because %s is off; add it to TALOS_CCM_CONTROLLERS", c.name)
+		}
+	}
+
+	return unused
 }
 
 // enabled reports whether the entries of --controllers enable the controller. The first entry for it decides.

@@ -47,16 +47,18 @@ type controller interface {
 type controllerType struct {
 	name, alias      string
 	enabledByDefault bool
-	construct        func(m *Manager, in inputs) (controller, error)
+	// section is the key of the configuration that only this controller reads.
+	section   string
+	construct func(m *Manager, in inputs) (controller, error)
 }
 
 // controllers are all controllers.
 var controllers = []controllerType{
-	{csrapproval.Name, csrapproval.Alias, true, (*Manager).newCSRApproval},
-	{nodecontroller.Name, nodecontroller.Alias, true, (*Manager).newNodeController},
-	{lifecycle.Name, lifecycle.Alias, true, (*Manager).newLifecycle},
-	{nodeipam.Name, nodeipam.Alias, false, (*Manager).newNodeIPAM},
-	{service.Name, service.Alias, false, (*Manager).newService},
+	{csrapproval.Name, csrapproval.Alias, true, "csrApproval", (*Manager).newCSRApproval},
+	{nodecontroller.Name, nodecontroller.Alias, true, "transformations", (*Manager).newNodeController},
+	{lifecycle.Name, lifecycle.Alias, true, "lifecycle", (*Manager).newLifecycle},
+	{nodeipam.Name, nodeipam.Alias, false, "ipam", (*Manager).newNodeIPAM},
+	{service.Name, service.Alias, false, "service", (*Manager).newService},
 }
 
 // inputs are the inputs of a controller.

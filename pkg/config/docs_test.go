@@ -194,8 +194,9 @@ func TestDocs_Examples(t *testing.T) {
 func parsed(t *testing.T, file string) *config.Compiled {
 	t.Helper()
 
-	compiled, err := config.Parse("config.yaml", []byte(file))
+	compiled, err := config.ParseFile("config.yaml", []byte(file), config.Extension{})
 	require.NoError(t, err)
+	assert.Empty(t, compiled.Warnings)
 
 	return compiled
 }

@@ -17,8 +17,10 @@ type Extension struct {
 	MountPath string
 	// CheckEnvironment returns why the service cannot be started with the variables, one line per error.
 	CheckEnvironment func(variables []string) error
-	// Warn returns a warning about a variable; empty if there is none.
-	Warn func(variable string) string
+	// Warn returns warnings about the variables.
+	Warn func(variables []string) []string
+	// Unused returns the top-level keys of the configuration that have no effect with the variables, and why.
+	Unused func(variables []string) map[string]string
 }
 
 // ParseFile reads a configuration file, or a stream of documents that contains the ExtensionServiceConfig document of
@@ -142,22 +144,27 @@ func (f *file) document(root *yaml.Node) *Compiled {
 		}
 
 		if content != nil && canBe(reflect.String, resolve(content)) {
-			compiled = f.embedded(resolve(content))
+			compiled = f.embedded(resolve(content), f.extension.Unused(document.Environment))
 		}
 	}
 
 	return compiled
 }
 
-// checkEnvironment reports why the service cannot be started with the variables. An error caused by a single variable
-// is reported at that variable, any other at the first variable.
+// checkEnvironment reports why the service cannot be started with the variables, and warnings. A message caused by a
+// single variable is reported at that variable, any other at the first variable.
 func (f *file) checkEnvironment(variables []string) {
-	check := func(variables ...string) []string {
+	check := func(variables []string) []string {
 		if err := f.extension.CheckEnvironment(variables); err != nil {
 			return strings.Split(err.Error(), "\n")
 		}
 
 		return nil
+	}
+	place := func(message string, messages func([]string) []string) string {
+		i := slices.IndexFunc(variables, func(v string) bool { return slices.Contains(messages([]string{v}), message) })
+
+		return fmt.Sprintf("environment[%d]", max(i, 0))
 	}
 
 	if len(variables) == 0 {
@@ -165,22 +172,26 @@ func (f *file) checkEnvironment(variables []string) {
 	}
 
 	for i, variable := range variables {
-		if warning := f.extension.Warn(variable); warning != "" {
-			path := fmt.Sprintf("environment[%d]", i)
-			f.warn(path, warning)
+		name, _, _ := strings.Cut(variable, "=")
+		if slices.ContainsFunc(variables[i+1:], func(v string) bool { return strings.HasPrefix(v, name+"=") }) {
+			f.warn(fmt.Sprintf("environment[%d]", i), name+" is set again below, and the last value applies")
 		}
 	}
 
-	for _, mistake := range check(variables...) {
-		i := slices.IndexFunc(variables, func(v string) bool { return slices.Contains(check(v), mistake) })
-		path := fmt.Sprintf("environment[%d]", max(i, 0))
+	for _, warning := range f.extension.Warn(variables) {
+		f.warn(place(warning, f.extension.Warn), warning)
+	}
+
+	for _, mistake := range check(variables) {
+		path := place(mistake, check)
 		f.report(f.find(path), path, "%s", strings.TrimPrefix(mistake, "environment: "))
 	}
 }
 
 // embedded reads the configuration file in the text of a node. Lines in a literal block refer to the containing file.
 // Lines in other texts are unknown, because YAML joins them. Columns are unknown, because YAML removes the indentation.
-func (f *file) embedded(n *yaml.Node) *Compiled {
+// It warns of unused keys.
+func (f *file) embedded(n *yaml.Node, unused map[string]string) *Compiled {
 	if strings.TrimSpace(n.Value) == "" {
 		f.report(n, "", "configuration file is empty; use {} for the defaults")
 	}
@@ -191,6 +202,12 @@ func (f *file) embedded(n *yaml.Node) *Compiled {
 	}
 
 	compiled := d.parse(d.load([]byte(text)))
+
+	for key, reason := range unused {
+		if e, found := d.values[key]; found && len(resolve(e.value).Content) > 0 {
+			d.warn(key, reason)
+		}
+	}
 
 	for _, p := range d.finish() {
 		if isLiteral {

@@ -4,6 +4,7 @@ import (
 	"errors"
 	"regexp"
 	"slices"
+	"strings"
 	"testing"
 
 	"github.com/stretchr/testify/assert"
@@ -64,13 +65,20 @@ func FuzzParseFile(f *testing.F) {
 	f.Add([]byte("image: a\nenabledControllers: [route, a]\nextraArgs: [--b=c, -d]\n"))
 
 	f.Fuzz(func(t *testing.T, data []byte) {
-		extension := config.Extension{Name: "a", MountPath: "/b", Warn: func(variable string) string { return variable }, CheckEnvironment: func(variables []string) error {
-			if slices.Contains(variables, "c") {
-				return errors.New("no c")
-			}
+		extension := config.Extension{
+			Name: "a", MountPath: "/b",
+			Warn: func(variables []string) []string { return variables },
+			Unused: func(variables []string) map[string]string {
+				return map[string]string{"global": strings.Join(variables, ", ")}
+			},
+			CheckEnvironment: func(variables []string) error {
+				if slices.Contains(variables, "c") {
+					return errors.New("no c")
+				}
 
-			return nil
-		}}
+				return nil
+			},
+		}
 
 		compiled, err := config.ParseFile("config.yaml", data, extension)
 		require.Equal(t, err == nil, compiled != nil, err)

@@ -54,7 +54,7 @@ type Compiled struct {
 	// FactKinds are the kinds of facts that rules, selectors and pools read.
 	FactKinds machine.FactKinds
 
-	// Warnings are about parts of the file that have no effect.
+	// Warnings are about parts of the file that have no effect or are probably mistakes. Only ParseFile returns them.
 	Warnings []Problem
 
 	ruleCount int

@@ -339,7 +339,7 @@ func compileCIDRs(values []string) (predicate, error) {
 func compareIntegers(limit string, wanted int) (predicate, error) {
 	parsed, err := strconv.ParseInt(limit, 10, 64)
 	if err != nil {
-		return nil, fmt.Errorf("%q is not an integer", limit)
+		return nil, fmt.Errorf("%q is not an integer; versions and other text cannot be compared: use Regexp", limit)
 	}
 
 	return anyOf(func(value string) bool {

@@ -121,6 +121,9 @@ var machinePorts = map[port]string{
 	{corev1.ProtocolUDP, 51820}: "KubeSpan",
 }
 
+// UserOfPort returns what uses the TCP port of a machine's addresses; empty if nothing of Talos or Kubernetes does.
+func UserOfPort(number int) string { return machinePorts[port{corev1.ProtocolTCP, int32(number)}] } //nolint:gosec // is at most 65535
+
 // snapshot is everything that the addresses of Services depend on.
 type snapshot struct {
 	// services are all Services of the cluster, because all node ports count.
