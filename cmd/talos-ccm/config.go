@@ -149,22 +149,28 @@ func validate(cmd *cobra.Command, path, output string) error {
 		}
 	}
 
-	switch {
-	case output == "json":
+	if output == "json" {
 		encoder := json.NewEncoder(cmd.OutOrStdout())
 		encoder.SetEscapeHTML(false)
 		encoder.SetIndent("", "  ")
 
 		return errors.Join(encoder.Encode(result), err)
-	case len(result.Problems) > 0:
-		fmt.Fprintln(cmd.ErrOrStderr(), &config.Error{Name: name, Problems: result.Problems})
 	}
+
+	printProblems(cmd, name, result.Problems)
 
 	if result.Valid {
 		fmt.Fprintf(cmd.OutOrStdout(), "%s: %s\n", name, compiled)
 	}
 
 	return err
+}
+
+// printProblems prints one line per problem of a file to standard error.
+func printProblems(cmd *cobra.Command, name string, problems []config.Problem) {
+	if len(problems) > 0 {
+		fmt.Fprintln(cmd.ErrOrStderr(), &config.Error{Name: name, Problems: problems})
+	}
 }
 
 // parseFile reads a configuration file, or a file that contains one.

@@ -85,7 +85,7 @@ or is incomplete: a machine cannot be read, or its metadata is missing.`,
 func (o *diffOptions) run(cmd *cobra.Command, args []string) error {
 	ctx := cmd.Context()
 
-	options, err := o.spec.options(cmd.InOrStdin())
+	options, err := o.spec.options(cmd)
 	if err != nil {
 		return err
 	}

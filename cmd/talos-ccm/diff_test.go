@@ -183,7 +183,7 @@ func (m *migration) diff(args ...string) (stdout string, err error) {
 func (m *migration) takeOver(config string, ok func() bool) {
 	m.Helper()
 
-	options, err := (&nodeFlags{config: config, fallback: "uuid"}).options(nil)
+	options, err := (&nodeFlags{config: config}).options(newDiffCommand())
 	require.NoError(m, err)
 
 	ctx, cancel := context.WithCancel(m.Context())

@@ -3,7 +3,6 @@ package main
 import (
 	"errors"
 	"fmt"
-	"io"
 	"math"
 	"net/netip"
 
@@ -12,9 +11,11 @@ import (
 
 	"github.com/talos-ccm/talos-ccm/pkg/ccm"
 	"github.com/talos-ccm/talos-ccm/pkg/config"
+	nodecontroller "github.com/talos-ccm/talos-ccm/pkg/controllers/node"
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
 	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
 	"github.com/talos-ccm/talos-ccm/pkg/preview"
+	"github.com/talos-ccm/talos-ccm/pkg/rules"
 	"github.com/talos-ccm/talos-ccm/pkg/version"
 )
 
@@ -80,7 +81,7 @@ func (o *renderOptions) run(cmd *cobra.Command, _ []string) error {
 		return errors.New("--config and --machine cannot both be standard input")
 	}
 
-	options, err := o.spec.options(cmd.InOrStdin())
+	options, err := o.spec.options(cmd)
 	if err != nil {
 		return err
 	}
@@ -129,13 +130,14 @@ type nodeFlags struct {
 }
 
 func (f *nodeFlags) add(flags *pflag.FlagSet) {
-	flags.StringVar(&f.config, "config", "", "Configuration file, or - for standard input. (default: no rules)")
+	flags.StringVar(&f.config, "config", "", "Configuration file, or a document, whose environment applies unless a flag is given; - for standard input. (default: no rules)")
 	addChoice(flags, &f.fallback, "provider-id-fallback", "", "providerID source for platforms that publish no providerID, unless the configuration has global.providerIDFallback",
 		string(config.FallbackUUID), string(config.FallbackNodeIP))
 }
 
-// options returns the options that talos-ccm would use with the given flags and configuration file.
-func (f *nodeFlags) options(stdin io.Reader) (nodespec.Options, error) {
+// options returns the options that talos-ccm would use with the flags of cmd and the configuration file. If the file has the
+// environment of the service, its variables apply. It prints the warnings about the file.
+func (f *nodeFlags) options(cmd *cobra.Command) (nodespec.Options, error) {
 	var (
 		name string
 		text []byte
@@ -143,7 +145,7 @@ func (f *nodeFlags) options(stdin io.Reader) (nodespec.Options, error) {
 	)
 
 	if f.config != "" {
-		if name, text, err = readConfig(stdin, f.config); err != nil {
+		if name, text, err = readConfig(cmd.InOrStdin(), f.config); err != nil {
 			return nodespec.Options{}, fmt.Errorf("read configuration: %w", err)
 		}
 	}
@@ -153,7 +155,21 @@ func (f *nodeFlags) options(stdin io.Reader) (nodespec.Options, error) {
 		return nodespec.Options{}, err
 	}
 
-	return ccm.NodeOptions(c, config.ProviderIDFallback(f.fallback)), nil
+	printProblems(cmd, name, c.Warnings)
+
+	service, _ := serviceOptions(c.Environment) // was validated
+	if cmd.Flags().Changed("provider-id-fallback") {
+		service.ProviderIDFallback = config.ProviderIDFallback(f.fallback)
+	}
+
+	options := ccm.NodeOptions(c, service.ProviderIDFallback)
+
+	if !service.Enabled(nodecontroller.Name) {
+		options.Selector, _ = rules.CompileSelector([]rules.SelectorTerm{{}}, nil) // matches nothing
+		printProblems(cmd, name, []config.Problem{{Msg: nodecontroller.Name + " is off: talos-ccm would write to no Node", Warning: true}})
+	}
+
+	return options, nil
 }
 
 // read reads resources of the given kinds over the Talos API, or of all kinds for a file; or it reads the file.

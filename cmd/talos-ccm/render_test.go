@@ -9,6 +9,7 @@ import (
 	"net/netip"
 	"os"
 	"path/filepath"
+	"strings"
 	"testing"
 
 	talosmachine "github.com/siderolabs/talos/pkg/machinery/config/machine"
@@ -162,6 +163,41 @@ func TestRender_WarnsOfFileOfOtherVersion(t *testing.T) {
 func TestRender_AcceptsExtensionServiceConfig(t *testing.T) {
 	report := reportOf(t, "--machine", recorded, "--config", "testdata/config/good-document.yaml")
 	assert.Contains(t, report.Changes, preview.Change{Field: "label", Key: "team", After: new("web"), From: "rule web"})
+}
+
+// documentOf returns a document with variables of the extension service and a rule without effect.
+func documentOf(variables ...string) string {
+	return `
+apiVersion: v1alpha1
+kind: ExtensionServiceConfig
+name: talos-ccm
+configFiles:
+  - mountPath: /usr/local/etc/talos-ccm/config.yaml
+    content: |
+      transformations:
+        - name: nothing
+environment: [` + strings.Join(variables, ", ") + "]\n"
+}
+
+func TestRender_UsesEnvironmentOfDocument(t *testing.T) {
+	machine := file(t, pendingMachine+"platformPublished: true\nplatform: {platform: metal}\nsystem: {uuid: 30a0bdf7-4b1a-4f0e-9f86-2a3d64a3c5ee}\n")
+	nodeIP := file(t, documentOf("TALOS_CCM_PROVIDER_ID_FALLBACK=node-ip"))
+
+	assert.Contains(t, valuesOf(reportOf(t, "--machine", machine, "--config", nodeIP)), "providerID =talos://metal/10.0.0.1")
+	assert.Contains(t, valuesOf(reportOf(t, "--machine", machine, "--config", nodeIP, "--provider-id-fallback", "uuid")),
+		"providerID =talos://metal/30a0bdf7-4b1a-4f0e-9f86-2a3d64a3c5ee", "the flag does not take precedence")
+
+	off := file(t, documentOf("TALOS_CCM_CONTROLLERS=node-csr-approval"))
+	assert.True(t, reportOf(t, "--machine", machine, "--config", off).Unmanaged)
+}
+
+func TestRender_PrintsWarningsOfConfiguration(t *testing.T) {
+	config := file(t, documentOf("TALOS_CCM_CONTROLLERS=node-csr-approval", "TALOS_CCM_LEADER_ELECT=false"))
+
+	_, stderr, err := rendered(t, "", "--machine", recorded, "--config", config)
+	require.NoError(t, err)
+	assertContains(t, stderr, config+":9: warning: transformations[0] (rule \"nothing\"): the rule sets nothing\n", "warning: environment[1]: --leader-elect: false",
+		"warning: cloud-node-controller is off: talos-ccm would write to no Node\n")
 }
 
 func TestRender_PrintsWhyNodeIsPending(t *testing.T) {

@@ -422,8 +422,8 @@ func (o *Options) frameworkFor(kubeconfig string) *options.CloudControllerManage
 	return &framework
 }
 
-// enabled reports whether --controllers enables the controller with the given name.
-func (o *Options) enabled(name string) bool {
+// Enabled reports whether --controllers enables the controller with the given name.
+func (o *Options) Enabled(name string) bool {
 	return slices.ContainsFunc(controllers, func(c controllerType) bool { return c.name == name && c.enabled(o.Framework.Generic.Controllers) })
 }
 
@@ -443,7 +443,7 @@ func (o *Options) Warnings() (warnings []string) {
 		warnings = append(warnings, "--leader-elect: false makes all instances write to Nodes at the same time; use it with a single instance only")
 	}
 
-	if !slices.ContainsFunc(controllers, func(c controllerType) bool { return c.enabledByDefault && o.enabled(c.name) }) {
+	if !slices.ContainsFunc(controllers, func(c controllerType) bool { return c.enabledByDefault && o.Enabled(c.name) }) {
 		warnings = append(warnings, "no default controller runs; add * for the default ones")
 	}
 
@@ -456,7 +456,7 @@ func (o *Options) Unused() map[string]string {
 	unused := map[string]string{}
 
 	for _, c := range controllers {
-		if !o.enabled(c.name) {
+		if !o.Enabled(c.name) {
 			unused[c.section] = fmt.Sprintf("has no effect, because %s is off; add it to TALOS_CCM_CONTROLLERS", c.name)
 		}
 	}
@@ -481,7 +481,7 @@ func (o *Options) needsRBAC(value string) bool {
 		return o.Framework.SecureServing.BindPort != 0
 	}
 
-	return o.enabled(value)
+	return o.Enabled(value)
 }
 
 // entryNames returns the names in --controllers. The framework gets them as the names that it knows, because its error
@@ -523,11 +523,11 @@ func (o *Options) checkControllers() error {
 
 	switch allocates := o.Framework.KubeCloudShared.AllocateNodeCIDRs; {
 	case len(errs) > 0:
-	case !slices.ContainsFunc(controllers, func(c controllerType) bool { return o.enabled(c.name) }):
+	case !slices.ContainsFunc(controllers, func(c controllerType) bool { return o.Enabled(c.name) }):
 		errs = append(errs, errors.New("--controllers: enables no controller"))
-	case allocates && !o.enabled(nodeipam.Name):
+	case allocates && !o.Enabled(nodeipam.Name):
 		errs = append(errs, fmt.Errorf("--allocate-node-cidrs: requires %s in --controllers", nodeipam.Name))
-	case !allocates && o.enabled(nodeipam.Name):
+	case !allocates && o.Enabled(nodeipam.Name):
 		errs = append(errs, fmt.Errorf("--controllers: %s requires --allocate-node-cidrs", nodeipam.Name))
 	}
 

@@ -117,7 +117,7 @@ func (m *Manager) control(ctx context.Context, conn connection, exceeded chan<- 
 	defer cancel()
 
 	for _, c := range controllers {
-		if !m.options.enabled(c.name) {
+		if !m.options.Enabled(c.name) {
 			continue
 		}
 
@@ -273,7 +273,7 @@ func (m *Manager) newLifecycle(in inputs) (controller, error) {
 // podCIDRs returns the CIDRs that pod CIDRs are allocated from, without those of Talos, and without those that contain
 // machines.
 func (m *Manager) podCIDRs() []netip.Prefix {
-	if !m.options.enabled(nodeipam.Name) {
+	if !m.options.Enabled(nodeipam.Name) {
 		return nil
 	}
 

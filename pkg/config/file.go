@@ -42,7 +42,7 @@ func ParseFile(name string, data []byte, extension Extension) (*Compiled, error)
 		return nil, err
 	}
 
-	compiled.Warnings = f.problems
+	compiled.Warnings, compiled.Environment = f.problems, f.environment
 
 	return compiled, nil
 }
@@ -51,7 +51,8 @@ func ParseFile(name string, data []byte, extension Extension) (*Compiled, error)
 type file struct {
 	*decoder
 
-	extension Extension
+	extension   Extension
+	environment []string
 }
 
 // child returns the value of a key of a mapping; the zero node if there is none.
@@ -128,6 +129,7 @@ func (f *file) document(root *yaml.Node) *Compiled {
 		f.report(root, "", "document needs configFiles or environment")
 	}
 
+	f.environment = document.Environment
 	f.checkEnvironment(document.Environment)
 
 	compiled, _ := Parse("", nil) // the defaults are valid

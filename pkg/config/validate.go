@@ -56,6 +56,8 @@ type Compiled struct {
 
 	// Warnings are about parts of the file that have no effect or are probably mistakes. Only ParseFile returns them.
 	Warnings []Problem
+	// Environment are the variables in the ExtensionServiceConfig document. Only ParseFile returns them.
+	Environment []string
 
 	ruleCount int
 }

@@ -77,7 +77,7 @@ func (r Report) table(out io.Writer) {
 	fmt.Fprintf(out, "Node %s\n", printable(r.Name))
 
 	if r.Unmanaged {
-		fmt.Fprintln(out, "  not managed: nodes.selector does not select the machine, so talos-ccm would write none of the values below")
+		fmt.Fprintln(out, "  not managed: nodes.selector does not select the machine, or cloud-node-controller is off; talos-ccm would write none of the values below")
 	}
 
 	columns := tabwriter.NewWriter(out, 0, 0, 2, ' ', 0)

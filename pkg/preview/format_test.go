@@ -62,7 +62,7 @@ Node worker-1
 `, report()},
 		{"not managed", `
 Node worker-2
-  not managed: nodes.selector does not select the machine, so talos-ccm would write none of the values below
+  not managed: nodes.selector does not select the machine, or cloud-node-controller is off; talos-ccm would write none of the values below
     problem  MetadataPending  no platform
 `, preview.Report{Name: "worker-2", Pending: true, Unmanaged: true, Problems: []events.Problem{{Reason: "MetadataPending", Message: "no platform"}}}},
 	} {
