@@ -62,8 +62,9 @@ func newConfigValidateCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "validate FILE|DIRECTORY|- ...",
 		Short: "Validate configuration files",
-		Long: `Validate files, the YAML files in directories, or standard input, as talos-ccm does when it loads
-them. A file may be
+		Long: `Validate files, or standard input, as talos-ccm does when it loads them. In a directory, validate the
+YAML files that have a configuration of talos-ccm, and print how many others were skipped. A file
+may be
 
 - a configuration file of talos-ccm or of the upstream Talos CCM, or
 - a file with an ExtensionServiceConfig document, such as a machine configuration. The environment
@@ -75,7 +76,13 @@ error, one per line with its position. With -o json, print one object per file.`
 		Example: `  talos-ccm config validate rules.yaml
   talos-ccm config validate - < rules.yaml
   talos-ccm config validate controlplane.yaml`,
-		Args:          cobra.MinimumNArgs(1),
+		Args: func(_ *cobra.Command, args []string) error {
+			if len(args) == 0 {
+				return errors.New("requires a file, a directory, or - for standard input")
+			}
+
+			return nil
+		},
 		SilenceUsage:  true,
 		SilenceErrors: true,
 		RunE: func(cmd *cobra.Command, args []string) error {
@@ -85,7 +92,10 @@ error, one per line with its position. With -o json, print one object per file.`
 				files := []string{path}
 
 				if entries, err := os.ReadDir(path); err == nil {
-					files = yamlFiles(path, entries)
+					var skipped int
+					if files, skipped = yamlFiles(path, entries); skipped > 0 {
+						fmt.Fprintf(cmd.ErrOrStderr(), "%s: skipped files without a configuration of talos-ccm: %d\n", path, skipped)
+					}
 				}
 
 				for _, file := range files {
@@ -93,7 +103,7 @@ error, one per line with its position. With -o json, print one object per file.`
 				}
 
 				if len(files) == 0 {
-					errs = append(errs, fmt.Errorf("directory %s has no YAML files", path))
+					errs = append(errs, fmt.Errorf("directory %s has no configuration of talos-ccm", path))
 				}
 			}
 
@@ -106,15 +116,24 @@ error, one per line with its position. With -o json, print one object per file.`
 	return cmd
 }
 
-// yamlFiles returns the paths of the YAML files in a directory.
-func yamlFiles(directory string, entries []os.DirEntry) (files []string) {
+// yamlFiles returns the paths of the YAML files in a directory, and skips those that have no configuration of talos-ccm.
+func yamlFiles(directory string, entries []os.DirEntry) (files []string, skipped int) {
 	for _, entry := range entries {
-		if slices.Contains([]string{".yaml", ".yml"}, filepath.Ext(entry.Name())) && !entry.IsDir() {
-			files = append(files, filepath.Join(directory, entry.Name()))
+		if !slices.Contains([]string{".yaml", ".yml"}, filepath.Ext(entry.Name())) || entry.IsDir() {
+			continue
+		}
+
+		path := filepath.Join(directory, entry.Name())
+
+		// A file that cannot be read is an error of its own.
+		if data, err := readInput(nil, path, config.MaxSize+1); err == nil && !config.IsOurs(extension.Name, data) {
+			skipped++
+		} else {
+			files = append(files, path)
 		}
 	}
 
-	return files
+	return files, skipped
 }
 
 // validation is the result of `config validate` for programs; keep the format stable.

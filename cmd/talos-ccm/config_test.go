@@ -8,6 +8,7 @@ import (
 	"path/filepath"
 	"regexp"
 	"slices"
+	"strconv"
 	"strings"
 	"testing"
 
@@ -52,7 +53,7 @@ func TestConfigValidate(t *testing.T) {
 		},
 		{name: "missing file", args: []string{"none.yaml"}, mention: "open none.yaml"},
 		{name: "directory", args: []string{"."}, mention: "rules.yaml is empty"},
-		{name: "missing argument", mention: "requires at least 1 arg"},
+		{name: "missing argument", mention: "requires a file, a directory, or -"},
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			stdout, stderr, err := configCommand(t, test.content, append([]string{"validate"}, test.args...)...)
@@ -87,6 +88,9 @@ func TestConfigInit(t *testing.T) {
 	}
 }
 
+// notOurs are the files that are skipped in a directory.
+var notOurs = []string{"bad-configmap.yaml", "bad-document-name.yaml", "bad-key-top-level.yaml", "bad-machine-config-without-document.yaml"}
+
 // TestConfigValidate_Files validates typical files of users. messages.txt has the output of the command for each.
 func TestConfigValidate_Files(t *testing.T) {
 	want, err := os.ReadFile("testdata/config/messages.txt")
@@ -109,9 +113,15 @@ func TestConfigValidate_Files(t *testing.T) {
 	assert.Equal(t, string(want), all.String())
 
 	_, stderr, err := execute(t, newConfigCommand(), "", "validate", "good-json.yaml", ".", t.TempDir())
-	assert.Equal(t, strings.Count(string(want), "\n\n"), strings.Count(err.Error(), " is invalid")+strings.Count(string(want), ": valid: "))
-	assert.ErrorContains(t, err, "has no YAML files")
+	_, skipped, _ := strings.Cut(stderr, ".: skipped files without a configuration of talos-ccm: ")
+	assert.Equal(t, strings.Count(string(want), "\n\n"), strings.Count(err.Error(), " is invalid")+strings.Count(string(want), ": valid: ")+len(notOurs))
+	assert.Equal(t, strconv.Itoa(len(notOurs)), strings.SplitN(skipped, "\n", 2)[0])
+	assert.ErrorContains(t, err, "has no configuration of talos-ccm")
 	assert.Contains(t, stderr, "bad-key.yaml:3:5")
+
+	for _, name := range notOurs {
+		assert.NotContains(t, err.Error(), name)
+	}
 }
 
 func TestConfigValidate_PrintsJSON(t *testing.T) {

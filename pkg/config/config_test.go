@@ -235,50 +235,50 @@ func badFiles() []badFile {
 			`:1:58: ipam.pools[0].maskSize (pool "a"): must be a decimal integer, not "99999999999999999999"`),
 
 		// Values.
-		bad("cluster name that is not a label value", "global: {clusterName: my shop}\n", byParser, `:1:10: global.clusterName: Invalid value: "my shop": must be a valid label value: `),
+		bad("cluster name that is not a label value", "global: {clusterName: my shop}\n", byParser, `:1:10: global.clusterName: "my shop": must be a valid label value: `),
 		bad("unknown providerID fallback", "global: {providerIDFallback: hostname}\n", bySchema, `:1:10: global.providerIDFallback: Unsupported value: "hostname": supported values: "uuid", "node-ip"`),
 		bad("removed key", "lifecycle: {replaced: true}\n", bySchema, ":1:13: lifecycle.replaced: unknown key; removed in this version; use lifecycle.discovery"),
 		bad("unknown block size", "ipam: {blockSize: large}\n", bySchema, `:1:8: ipam.blockSize: Unsupported value: "large": supported values: "auto"`),
 		bad("unknown addresses of Services", "service: {addresses: public}\n", bySchema, `:1:11: service.addresses: Unsupported value: "public": supported values: "external", "internal"`),
-		bad("reserved port that is not a port", "service: {reservedPorts: [443, 65536]}\n", byParser, `:1:32: service.reservedPorts[1]: Invalid value: 65536: must be between 1 and 65535, inclusive`),
+		bad("reserved port that is not a port", "service: {reservedPorts: [443, 65536]}\n", byParser, `:1:32: service.reservedPorts[1]: 65536: must be between 1 and 65535, inclusive`),
 		bad("external CIDR with host bits", "service: {externalCIDRs: [203.0.113.0/24, 203.0.113.1/24]}\n", byParser,
-			`:1:43: service.externalCIDRs[1]: Invalid value: "203.0.113.1/24" has host bits set; did you mean 203.0.113.0/24?`),
+			`:1:43: service.externalCIDRs[1]: "203.0.113.1/24" has host bits set; did you mean 203.0.113.0/24?`),
 		bad("lifecycle periods", "lifecycle: {gracePeriod: 59s, absentPeriod: 30}\n", byParser,
-			`:1:13: lifecycle.gracePeriod: Invalid value: "59s": must be at least 1m0s, since Kubernetes takes`,
-			`:1:31: lifecycle.absentPeriod: Invalid value: "30": must be a duration such as 720h or 90m`),
+			`:1:13: lifecycle.gracePeriod: "59s": must be at least 1m0s, since Kubernetes takes`,
+			`:1:31: lifecycle.absentPeriod: "30": must be a duration such as 720h or 90m`),
 		bad("lifecycle selector", "lifecycle: {selector: [{matchExpressions: [{key: nope, operator: Exists}]}]}\n", byParser, `:1:45: lifecycle.selector[0].matchExpressions[0].key: `),
 		bad("maximum expiration that is not a duration", "csrApproval: {maxExpiration: a year}\n", byParser,
-			`:1:15: csrApproval.maxExpiration: Invalid value: "a year": must be a duration such as 720h or 90m`),
-		bad("maximum expiration without unit", "csrApproval: {maxExpiration: 3600}\n", byParser, `:1:15: csrApproval.maxExpiration: Invalid value: "3600": must be a duration such as 720h or 90m`),
+			`:1:15: csrApproval.maxExpiration: "a year": must be a duration such as 720h or 90m`),
+		bad("maximum expiration without unit", "csrApproval: {maxExpiration: 3600}\n", byParser, `:1:15: csrApproval.maxExpiration: "3600": must be a duration such as 720h or 90m`),
 		bad("maximum expiration below the minimum", "csrApproval: {maxExpiration: 9m}\n", byParser,
-			`:1:15: csrApproval.maxExpiration: Invalid value: "9m": must be at least 10m0s, the minimum of Kubernetes`),
-		bad("negative maximum expiration", "csrApproval: {maxExpiration: -24h}\n", byParser, `:1:15: csrApproval.maxExpiration: Invalid value: "-24h": must be at least 10m0s, the minimum of Kubernetes`),
+			`:1:15: csrApproval.maxExpiration: "9m": must be at least 10m0s, the minimum of Kubernetes`),
+		bad("negative maximum expiration", "csrApproval: {maxExpiration: -24h}\n", byParser, `:1:15: csrApproval.maxExpiration: "-24h": must be at least 10m0s, the minimum of Kubernetes`),
 		bad("DNS names that no certificate may contain", "csrApproval:\n  allowedSANs:\n  - name: edge\n    dnsNames:\n    - '*.example.org'\n    - Kubernetes.default.SVC\n    - kubernetes\n"+
 			"    - a.b.svc.cluster.local\n    - localhost\n    - cluster.local\n    - web.Cluster.Local.\n", byParser,
-			`:5:7: csrApproval.allowedSANs[0].dnsNames[0] (entry "edge"): Invalid value: "*.example.org": is a wildcard`,
-			`:6:7: csrApproval.allowedSANs[0].dnsNames[1] (entry "edge"): Invalid value: "Kubernetes.default.SVC": is reserved for the cluster`,
-			`:7:7: csrApproval.allowedSANs[0].dnsNames[2] (entry "edge"): Invalid value: "kubernetes": is reserved for the cluster`,
-			`:8:7: csrApproval.allowedSANs[0].dnsNames[3] (entry "edge"): Invalid value: "a.b.svc.cluster.local": is reserved for the cluster`,
-			`:9:7: csrApproval.allowedSANs[0].dnsNames[4] (entry "edge"): Invalid value: "localhost": is reserved for the cluster`,
-			`:10:7: csrApproval.allowedSANs[0].dnsNames[5] (entry "edge"): Invalid value: "cluster.local": is reserved for the cluster`,
-			`:11:7: csrApproval.allowedSANs[0].dnsNames[6] (entry "edge"): Invalid value: "web.Cluster.Local.": is reserved for the cluster`),
+			`:5:7: csrApproval.allowedSANs[0].dnsNames[0] (entry "edge"): "*.example.org": is a wildcard`,
+			`:6:7: csrApproval.allowedSANs[0].dnsNames[1] (entry "edge"): "Kubernetes.default.SVC": is reserved for the cluster`,
+			`:7:7: csrApproval.allowedSANs[0].dnsNames[2] (entry "edge"): "kubernetes": is reserved for the cluster`,
+			`:8:7: csrApproval.allowedSANs[0].dnsNames[3] (entry "edge"): "a.b.svc.cluster.local": is reserved for the cluster`,
+			`:9:7: csrApproval.allowedSANs[0].dnsNames[4] (entry "edge"): "localhost": is reserved for the cluster`,
+			`:10:7: csrApproval.allowedSANs[0].dnsNames[5] (entry "edge"): "cluster.local": is reserved for the cluster`,
+			`:11:7: csrApproval.allowedSANs[0].dnsNames[6] (entry "edge"): "web.Cluster.Local.": is reserved for the cluster`),
 		bad("invalid DNS names and addresses", "csrApproval:\n  allowedSANs:\n  - dnsNames: [192.0.2.1, a_b, 'a..b', '']\n"+
 			"    ipAddresses: [example.org, 10.0.0.0/8, 127.0.0.1, 'fe80::1%eth0', 'fe80::1', 224.0.0.1, '::']\n", byParser,
-			`:3:16: csrApproval.allowedSANs[0].dnsNames[0]: Invalid value: "192.0.2.1": is an IP address; list it in ipAddresses`,
-			`:3:27: csrApproval.allowedSANs[0].dnsNames[1]: Invalid value: "a_b": is not a valid DNS name`,
-			`:3:32: csrApproval.allowedSANs[0].dnsNames[2]: Invalid value: "a..b": is not a valid DNS name`,
-			`:3:40: csrApproval.allowedSANs[0].dnsNames[3]: Invalid value: "": is not a valid DNS name`,
-			`:4:19: csrApproval.allowedSANs[0].ipAddresses[0]: Invalid value: "example.org": is not an IP address`,
-			`:4:32: csrApproval.allowedSANs[0].ipAddresses[1]: Invalid value: "10.0.0.0/8": is not an IP address`,
-			`:4:44: csrApproval.allowedSANs[0].ipAddresses[2]: Invalid value: "127.0.0.1": is a loopback, link-local, multicast, unspecified or broadcast address`,
-			`:4:55: csrApproval.allowedSANs[0].ipAddresses[3]: Invalid value: "fe80::1%eth0": has a zone`,
-			`:4:71: csrApproval.allowedSANs[0].ipAddresses[4]: Invalid value: "fe80::1": is a loopback, link-local, multicast, unspecified or broadcast address`,
-			`:4:82: csrApproval.allowedSANs[0].ipAddresses[5]: Invalid value: "224.0.0.1": is a loopback, link-local, multicast, unspecified or broadcast address`,
-			`:4:93: csrApproval.allowedSANs[0].ipAddresses[6]: Invalid value: "::": is a loopback, link-local, multicast, unspecified or broadcast address`),
+			`:3:16: csrApproval.allowedSANs[0].dnsNames[0]: "192.0.2.1": is an IP address; list it in ipAddresses`,
+			`:3:27: csrApproval.allowedSANs[0].dnsNames[1]: "a_b": is not a valid DNS name`,
+			`:3:32: csrApproval.allowedSANs[0].dnsNames[2]: "a..b": is not a valid DNS name`,
+			`:3:40: csrApproval.allowedSANs[0].dnsNames[3]: "": is not a valid DNS name`,
+			`:4:19: csrApproval.allowedSANs[0].ipAddresses[0]: "example.org": is not an IP address`,
+			`:4:32: csrApproval.allowedSANs[0].ipAddresses[1]: "10.0.0.0/8": is not an IP address`,
+			`:4:44: csrApproval.allowedSANs[0].ipAddresses[2]: "127.0.0.1": is a loopback, link-local, multicast, unspecified or broadcast address`,
+			`:4:55: csrApproval.allowedSANs[0].ipAddresses[3]: "fe80::1%eth0": has a zone`,
+			`:4:71: csrApproval.allowedSANs[0].ipAddresses[4]: "fe80::1": is a loopback, link-local, multicast, unspecified or broadcast address`,
+			`:4:82: csrApproval.allowedSANs[0].ipAddresses[5]: "224.0.0.1": is a loopback, link-local, multicast, unspecified or broadcast address`,
+			`:4:93: csrApproval.allowedSANs[0].ipAddresses[6]: "::": is a loopback, link-local, multicast, unspecified or broadcast address`),
 		bad("allowed SANs without names and addresses", "csrApproval:\n  allowedSANs:\n  - name: edge\n", byParser,
 			`:3:5: csrApproval.allowedSANs[0] (entry "edge"): Required value: must have dnsNames or ipAddresses`),
 		bad("allowed SANs with the same name", "csrApproval:\n  allowedSANs:\n  - {name: a, dnsNames: [a.example.org]}\n  - {name: a, dnsNames: [b.example.org]}\n", byParser,
-			`:4:6: csrApproval.allowedSANs[1].name (entry "a"): Invalid value: "a": is also the name of the entry in line 3`),
+			`:4:6: csrApproval.allowedSANs[1].name (entry "a"): "a": is also the name of the entry in line 3`),
 
 		// Rules and selectors. Package rules validates them.
 		bad("invalid regular expression", "transformations:\n- name: web\n"+
@@ -299,7 +299,7 @@ func badFiles() []badFile {
 			":3:5: transformations[0].platformMetadata[Hostname]: ",
 			":4:5: transformations[0].platformMetadata[Color]: "),
 		bad("providerID that identifies no instance", "transformations:\n- platformMetadata:\n    ProviderID: web-1\n", byParser,
-			`:3:5: transformations[0].platformMetadata[ProviderID]: Invalid value: "web-1" does not identify an instance`),
+			`:3:5: transformations[0].platformMetadata[ProviderID]: "web-1" does not identify an instance`),
 		bad("rules with the same name", "transformations:\n- name: web\n- name: db\n- name: web\n", byParser, `:4:3: transformations[2].name (rule "web"): `),
 		bad("selector keys that are unknown or for pools only", "nodes: {selector: [{matchExpressions: [{key: color, operator: Exists}]}]}\ntransformations:\n- name: web\n"+
 			"  nodeSelector: [{matchExpressions: [{key: labels.a, operator: Exists}]}]\n"+
@@ -322,37 +322,37 @@ func badFiles() []badFile {
 			":4:6: ipam.pools[1].name: Required value",
 			":4:16: ipam.pools[1].cidrs: Required value"),
 		bad("pools with the same name", "ipam:\n  pools:\n  - {name: a, cidrs: [10.0.0.0/16]}\n  - {name: a, cidrs: [10.1.0.0/16]}\n", byParser,
-			`:4:6: ipam.pools[1].name (pool "a"): Invalid value: "a": is also the name of the entry in line 3`),
+			`:4:6: ipam.pools[1].name (pool "a"): "a": is also the name of the entry in line 3`),
 		bad("invalid CIDRs", "ipam:\n  pools:\n  - name: a\n    cidrs: [10.0.0.0, 10.0.0.0/33, 10.1.2.3/16, '::ffff:10.0.0.0/112', 0.0.0.0/0]\n", byParser,
-			`:4:13: ipam.pools[0].cidrs[0] (pool "a"): Invalid value: "10.0.0.0" is not a CIDR such as 10.244.0.0/16`,
-			`:4:23: ipam.pools[0].cidrs[1] (pool "a"): Invalid value: "10.0.0.0/33" is not a CIDR such as 10.244.0.0/16`,
-			`:4:36: ipam.pools[0].cidrs[2] (pool "a"): Invalid value: "10.1.2.3/16" has host bits set; did you mean 10.1.0.0/16?`,
-			`:4:49: ipam.pools[0].cidrs[3] (pool "a"): Invalid value: "::ffff:10.0.0.0/112" is an IPv4-mapped IPv6 CIDR; write it as IPv4`,
-			`:4:72: ipam.pools[0].cidrs[4] (pool "a"): Invalid value: "0.0.0.0/0": must not contain all addresses`),
+			`:4:13: ipam.pools[0].cidrs[0] (pool "a"): "10.0.0.0" is not a CIDR such as 10.244.0.0/16`,
+			`:4:23: ipam.pools[0].cidrs[1] (pool "a"): "10.0.0.0/33" is not a CIDR such as 10.244.0.0/16`,
+			`:4:36: ipam.pools[0].cidrs[2] (pool "a"): "10.1.2.3/16" has host bits set; did you mean 10.1.0.0/16?`,
+			`:4:49: ipam.pools[0].cidrs[3] (pool "a"): "::ffff:10.0.0.0/112" is an IPv4-mapped IPv6 CIDR; write it as IPv4`,
+			`:4:72: ipam.pools[0].cidrs[4] (pool "a"): "0.0.0.0/0": must not contain all addresses`),
 		bad("CIDRs that pods cannot have addresses of", "ipam:\n  pools:\n  - name: a\n    cidrs: [224.0.0.0/8, 127.0.0.0/16, '::/64', 169.254.0.0/16, 'fe80::/64', 'ff05::/16']\n", byParser,
-			`:4:13: ipam.pools[0].cidrs[0] (pool "a"): Invalid value: 224.0.0.0/8 contains multicast addresses`,
-			`:4:26: ipam.pools[0].cidrs[1] (pool "a"): Invalid value: 127.0.0.0/16 contains loopback addresses`,
-			`:4:40: ipam.pools[0].cidrs[2] (pool "a"): Invalid value: ::/64 contains loopback addresses`,
-			`:4:49: ipam.pools[0].cidrs[3] (pool "a"): Invalid value: 169.254.0.0/16 contains link-local addresses`,
-			`:4:65: ipam.pools[0].cidrs[4] (pool "a"): Invalid value: fe80::/64 contains link-local addresses`,
-			`:4:78: ipam.pools[0].cidrs[5] (pool "a"): Invalid value: ff05::/16 contains multicast addresses`),
+			`:4:13: ipam.pools[0].cidrs[0] (pool "a"): 224.0.0.0/8 contains multicast addresses`,
+			`:4:26: ipam.pools[0].cidrs[1] (pool "a"): 127.0.0.0/16 contains loopback addresses`,
+			`:4:40: ipam.pools[0].cidrs[2] (pool "a"): ::/64 contains loopback addresses`,
+			`:4:49: ipam.pools[0].cidrs[3] (pool "a"): 169.254.0.0/16 contains link-local addresses`,
+			`:4:65: ipam.pools[0].cidrs[4] (pool "a"): fe80::/64 contains link-local addresses`,
+			`:4:78: ipam.pools[0].cidrs[5] (pool "a"): ff05::/16 contains multicast addresses`),
 		bad("pools of one CIDR that disagree about machines", "ipam:\n  pools:\n  - {name: a, cidrs: [10.0.0.0/16]}\n  - {name: b, cidrs: [10.0.0.0/16], containsMachines: true}\n", byParser,
-			`:4:37: ipam.pools[1].containsMachines (pool "b"): Invalid value: true: pool "a" in line 3 has the CIDR 10.0.0.0/16, too; set the same value for both`),
+			`:4:37: ipam.pools[1].containsMachines (pool "b"): true: pool "a" in line 3 has the CIDR 10.0.0.0/16, too; set the same value for both`),
 		bad("overlapping CIDRs", "ipam:\n  pools:\n  - name: small\n    cidrs: [10.1.0.0/16, 'fd00::/48']\n  - name: large\n    cidrs: ['fd00:0:0:5::/64', 10.0.0.0/8]\n  - name: twice\n"+
 			"    cidrs: [192.168.0.0/16, 192.168.0.0/16]\n", byParser,
-			`:6:13: ipam.pools[1].cidrs[0] (pool "large"): Invalid value: "fd00:0:0:5::/64": overlaps fd00::/48 of pool "small" in line 4`,
-			`:6:32: ipam.pools[1].cidrs[1] (pool "large"): Invalid value: "10.0.0.0/8": overlaps 10.1.0.0/16 of pool "small" in line 4`,
-			`:8:29: ipam.pools[2].cidrs[1] (pool "twice"): Invalid value: "192.168.0.0/16": overlaps 192.168.0.0/16 of pool "twice" in line 8`),
+			`:6:13: ipam.pools[1].cidrs[0] (pool "large"): "fd00:0:0:5::/64": overlaps fd00::/48 of pool "small" in line 4`,
+			`:6:32: ipam.pools[1].cidrs[1] (pool "large"): "10.0.0.0/8": overlaps 10.1.0.0/16 of pool "small" in line 4`,
+			`:8:29: ipam.pools[2].cidrs[1] (pool "twice"): "192.168.0.0/16": overlaps 192.168.0.0/16 of pool "twice" in line 8`),
 		bad("mask size that does not fit the CIDR", "ipam:\n  pools:\n  - {name: a, cidrs: [10.0.0.0/16], maskSize: 15}\n  - {name: b, cidrs: ['fd00::/48'], maskSizeIPv6: 40}\n"+
 			"  - {name: c, cidrs: ['fd01::/16'], maskSize: 96}\n", byParser,
-			`:3:37: ipam.pools[0].maskSize (pool "a"): Invalid value: `,
-			`:4:37: ipam.pools[1].maskSizeIPv6 (pool "b"): Invalid value: `,
-			`:5:37: ipam.pools[2].maskSize (pool "c"): Invalid value: `),
-		bad("mask size of the other IP family", "ipam:\n  pools:\n  - {name: a, cidrs: [10.0.0.0/16], maskSize: 64}\n", byParser, `:3:37: ipam.pools[0].maskSize (pool "a"): Invalid value: `),
+			`:3:37: ipam.pools[0].maskSize (pool "a"): `,
+			`:4:37: ipam.pools[1].maskSizeIPv6 (pool "b"): `,
+			`:5:37: ipam.pools[2].maskSize (pool "c"): `),
+		bad("mask size of the other IP family", "ipam:\n  pools:\n  - {name: a, cidrs: [10.0.0.0/16], maskSize: 64}\n", byParser, `:3:37: ipam.pools[0].maskSize (pool "a"): `),
 		bad("mask size that is too large", "ipam: {pools: [{name: a, cidrs: [10.0.0.0/16], maskSizeIPv4: 33}]}", bySchema,
-			`:1:48: ipam.pools[0].maskSizeIPv4 (pool "a"): Invalid value: 33: must be between 1 and 32`),
+			`:1:48: ipam.pools[0].maskSizeIPv4 (pool "a"): 33: must be between 1 and 32`),
 		bad("negative mask size", "ipam: {pools: [{name: a, cidrs: [10.0.0.0/16], maskSizeIPv4: -1}]}", bySchema,
-			`:1:48: ipam.pools[0].maskSizeIPv4 (pool "a"): Invalid value: -1: must be between 1 and 32`),
+			`:1:48: ipam.pools[0].maskSizeIPv4 (pool "a"): -1: must be between 1 and 32`),
 		bad("maskSize in a dual-stack pool", "ipam: {pools: [{name: a, cidrs: [10.0.0.0/16, 'fd00::/48'], maskSize: 24}]}", byParser,
 			`:1:61: ipam.pools[0].maskSize (pool "a"): Forbidden: the pool has IPv4 and IPv6 CIDRs; use maskSizeIPv4 and maskSizeIPv6`),
 		bad("maskSize with maskSizeIPv4", "ipam: {pools: [{name: a, cidrs: [10.0.0.0/16], maskSize: 24, maskSizeIPv4: 24}]}", byParser,
@@ -386,6 +386,19 @@ func assertProblems(t *testing.T, file string, want ...string) {
 	}
 }
 
+func TestIsOurs(t *testing.T) {
+	for text, want := range map[string]bool{
+		"": true, "# nothing": true, "{}": true, "a: b: c": true,
+		"transformations: []": true, "transformations: []\nsops: {}": true, "nodes: {}\nlables: {}": true, "transformation: []": false,
+		"global: {}\nservice: {}\nimage: a\nreplicas: 1\nresources: {}": false, "- a": false, "text": false, "a: 1": false,
+		"kind: Pod\nname: a": false, "kind: Pod\n---\ntransformations: []": true, "machine: {}\ncluster: {}": false,
+		"kind: ExtensionServiceConfig\nname: talos-ccm": true, "kind: ExtensionServiceConfig": true, "kind: ExtensionServiceConfig\nname: tailscale": false,
+		"kind: ExtensionServicesConfig\nname: talos-ccm": true, "machine: {}\n---\nkind: ExtensionServiceConfig\nname: talos-ccm": true,
+	} {
+		assert.Equal(t, want, config.IsOurs("talos-ccm", []byte(text)), text)
+	}
+}
+
 func TestParse_ReportsAllProblems(t *testing.T) {
 	file, want := "unknown: 1\ntransformations:\n", []string{":1:1: unknown: unknown key"}
 
@@ -395,7 +408,7 @@ func TestParse_ReportsAllProblems(t *testing.T) {
 	}
 
 	file += "ipam: {pools: [{name: a, cidrs: [10.0.0.1/16]}]}\ncsrApproval: {maxExpiration: 1s}\n"
-	want = append(want, `:53:34: ipam.pools[0].cidrs[0] (pool "a"): Invalid value: "10.0.0.1/16"`, `:54:15: csrApproval.maxExpiration: Invalid value: "1s"`)
+	want = append(want, `:53:34: ipam.pools[0].cidrs[0] (pool "a"): "10.0.0.1/16"`, `:54:15: csrApproval.maxExpiration: "1s"`)
 	assertProblems(t, file, want...)
 }
 

@@ -32,9 +32,12 @@ func ParseFile(name string, data []byte, extension Extension) (*Compiled, error)
 
 	var compiled *Compiled
 
-	if slices.ContainsFunc(roots, isDocument) {
+	switch {
+	case slices.ContainsFunc(roots, func(n *yaml.Node) bool { return !child(n, "sops").IsZero() }):
+		f.add(Problem{Msg: "file is encrypted; validate the output of `sops decrypt`"})
+	case slices.ContainsFunc(roots, isDocument):
 		compiled = f.stream(roots)
-	} else {
+	default:
 		compiled = f.parse(roots)
 	}
 
@@ -45,6 +48,28 @@ func ParseFile(name string, data []byte, extension Extension) (*Compiled, error)
 	compiled.Warnings, compiled.Environment = f.problems, f.environment
 
 	return compiled, nil
+}
+
+// IsOurs reports whether a file is probably meant for ParseFile: it contains the document of the named extension, or a
+// mapping with more keys of the configuration than others, or nothing, or it is not valid YAML.
+func IsOurs(extension string, data []byte) bool {
+	roots := newDecoder().load(data)
+
+	return roots == nil || slices.ContainsFunc(roots, func(n *yaml.Node) bool {
+		known, name := 0, child(n, "name")
+
+		for pair := range slices.Chunk(n.Content, 2) {
+			if _, isKey := fieldOf(reflect.TypeFor[Config](), pair[0].Value); isKey {
+				known++
+			}
+		}
+
+		if isDocument(n) {
+			return name.Value == extension || name.IsZero() && child(n, "kind").Value == extensionKind
+		}
+
+		return isNull(n) || n.Kind == yaml.MappingNode && 4*known >= len(n.Content)
+	})
 }
 
 // file reads a file that may contain the document of the extension.

@@ -17,8 +17,8 @@ var (
 	tab          = regexp.MustCompile(`^ *\t`)
 )
 
-// syntaxProblem returns an error of the YAML library with its position. It adds a hint for tabs and unquoted templates,
-// since the library's message does not suggest either.
+// syntaxProblem returns an error of the YAML library with its position. It adds a hint for tabs, unquoted templates and
+// regular expressions in double quotes, since the library's message does not suggest any.
 func syntaxProblem(data string, err error) Problem {
 	e := &yaml.LoadError{Message: err.Error()}
 	errors.As(err, &e)
@@ -42,6 +42,8 @@ func syntaxProblem(data string, err error) Problem {
 	}
 
 	switch line := lines[p.Line-1]; {
+	case strings.Contains(e.Message, "unknown escape character"):
+		p.Msg += "; write a regular expression in single quotes"
 	case tab.MatchString(line):
 		p.Msg += "; indent with spaces instead of tabs"
 	case bareTemplate.MatchString(line):

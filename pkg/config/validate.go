@@ -205,7 +205,7 @@ func (v *validator) report() {
 
 	for _, err := range v.errs {
 		if !slices.ContainsFunc(undecoded, func(p Problem) bool { return p.covers(err.Field) }) {
-			d.report(d.find(err.Field), err.Field, "%s", err.ErrorBody())
+			d.report(d.find(err.Field), err.Field, "%s", strings.TrimPrefix(err.ErrorBody(), "Invalid value: "))
 		}
 
 		if len(d.problems) == maxProblems {
