@@ -3,6 +3,7 @@ package main
 import (
 	"fmt"
 	"os"
+	"strings"
 
 	"github.com/spf13/cobra"
 	utilfeature "k8s.io/apiserver/pkg/util/feature"
@@ -26,6 +27,7 @@ func newCommand(options *ccm.Options, logOptions *logs.Options) *cobra.Command {
 		Use:           "talos-ccm",
 		Short:         "Cloud controller manager for Talos Linux",
 		Long:          longHelp,
+		Args:          refuseArgs,
 		SilenceUsage:  true,
 		SilenceErrors: true,
 		RunE: func(cmd *cobra.Command, _ []string) error {
@@ -87,10 +89,27 @@ built from, and its platform.`,
 
 	for _, sub := range cmd.Commands() {
 		if sub.Name() == "completion" {
-			sub.Args, sub.RunE = cobra.NoArgs, func(cmd *cobra.Command, _ []string) error { return cmd.Help() } // refuse unknown shells
+			sub.Args, sub.RunE = refuseArgs, func(cmd *cobra.Command, _ []string) error { return cmd.Help() } // refuse unknown shells
 		}
 
+		sub.ValidArgsFunction = cobra.NoFileCompletions
 		sub.SetUsageFunc(plain.UsageFunc())
 		sub.SetHelpFunc(help)
 	}
+}
+
+// refuseArgs refuses arguments that are not subcommands, and suggests similar ones.
+func refuseArgs(cmd *cobra.Command, args []string) error {
+	cmd.SuggestionsMinimumDistance = 2 // cobra's default
+
+	err := cobra.NoArgs(cmd, args)
+	if err == nil {
+		return nil
+	}
+
+	if similar := cmd.SuggestionsFor(args[0]); len(similar) > 0 {
+		return fmt.Errorf("%w; did you mean %s?", err, strings.Join(similar, " or "))
+	}
+
+	return err
 }

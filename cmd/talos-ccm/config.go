@@ -11,8 +11,8 @@ import (
 	"strings"
 
 	"github.com/spf13/cobra"
-	"github.com/spf13/pflag"
 	"go.yaml.in/yaml/v4"
+	utilruntime "k8s.io/apimachinery/pkg/util/runtime"
 
 	"github.com/talos-ccm/talos-ccm/extension"
 	"github.com/talos-ccm/talos-ccm/pkg/ccm"
@@ -24,7 +24,7 @@ func newConfigCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "config",
 		Short: "Create and validate configuration files, and print their schema",
-		Args:  cobra.NoArgs,
+		Args:  refuseArgs,
 		RunE:  func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
 	}
 	cmd.AddCommand(newConfigValidateCommand(), &cobra.Command{
@@ -62,9 +62,9 @@ func newConfigValidateCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "validate FILE|DIRECTORY|- ...",
 		Short: "Validate configuration files",
-		Long: `Validate files, or standard input, as talos-ccm does when it loads them. In a directory, validate the
-YAML files that have a configuration of talos-ccm, and print how many others were skipped. A file
-may be
+		Long: `Validate files or standard input, as talos-ccm does when it loads them. In a directory, validate
+the YAML files that have a configuration of talos-ccm, and print how many others were skipped. A
+file may be
 
 - a configuration file of talos-ccm or of the upstream Talos CCM, or
 - a file with an ExtensionServiceConfig document, such as a machine configuration. The environment
@@ -111,7 +111,7 @@ error, one per line with its position. With -o json, print one object per file.`
 		},
 	}
 
-	addChoice(cmd.Flags(), &output, "output", "o", "Output format", "text", "json")
+	addChoice(cmd, &output, "output", "o", "Output format", "text", "json")
 
 	return cmd
 }
@@ -268,10 +268,11 @@ type choice struct {
 	allowed []string
 }
 
-// addChoice adds a flag. The first allowed value is the default.
-func addChoice(flags *pflag.FlagSet, value *string, name, shorthand, usage string, allowed ...string) {
+// addChoice adds a flag to a command. The first allowed value is the default.
+func addChoice(cmd *cobra.Command, value *string, name, shorthand, usage string, allowed ...string) {
 	*value = allowed[0]
-	flags.VarP(choice{value, allowed}, name, shorthand, fmt.Sprintf("%s: %s.", usage, strings.Join(allowed, ", ")))
+	cmd.Flags().VarP(choice{value, allowed}, name, shorthand, fmt.Sprintf("%s: %s.", usage, strings.Join(allowed, ", ")))
+	utilruntime.Must(cmd.RegisterFlagCompletionFunc(name, cobra.FixedCompletions(allowed, cobra.ShellCompDirectiveNoFileComp)))
 }
 
 func (c choice) String() string { return *c.value }

@@ -75,8 +75,8 @@ or is incomplete: a machine cannot be read, or its metadata is missing.`,
 	flags := cmd.Flags()
 	flags.StringVar(&o.kubeconfig, "kubeconfig", "", "Path of the kubeconfig. (default $KUBECONFIG or ~/.kube/config)")
 	flags.StringVar(&o.kubeContext, "kube-context", "", "Context of the kubeconfig. (default: its current context)")
-	addChoice(flags, &o.output, "output", "o", "Output format", preview.Formats()...)
-	o.spec.add(flags)
+	addChoice(cmd, &o.output, "output", "o", "Output format", preview.Formats()...)
+	o.spec.add(cmd)
 	o.talos.add(flags)
 
 	return cmd

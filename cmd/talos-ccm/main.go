@@ -2,6 +2,7 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -67,9 +68,27 @@ func run(ctx context.Context) (executed string, err error) {
 	options.Environment = os.Environ()
 	options.CheckEnvironment = func(environ []string) error { return checkEnvironment(os.Args[1:], environ) }
 
-	cmd, err := newCommand(options, logs.NewOptions()).ExecuteContextC(ctx)
+	root, stdout := newCommand(options, logs.NewOptions()), &output{Writer: os.Stdout}
+	root.SetOut(stdout)
 
-	return cmd.Name(), err
+	cmd, err := root.ExecuteContextC(ctx)
+
+	return cmd.Name(), cmp.Or(err, stdout.err)
+}
+
+// output keeps the first error, because cobra and tables ignore it.
+type output struct {
+	io.Writer
+
+	err error
+}
+
+// Write implements io.Writer.
+func (o *output) Write(text []byte) (int, error) {
+	n, err := o.Writer.Write(text)
+	o.err = cmp.Or(o.err, err)
+
+	return n, err
 }
 
 // gcPercent makes the heap smaller than Go's default of 100. It costs little CPU time, because most of the heap lives as

@@ -380,8 +380,9 @@ func TestCommand_RefusesInvalidFlags(t *testing.T) {
 		{"unknown flag", nil, []string{"--colors"}, []string{"unknown flag: --colors"}},
 		{"unknown flag of a command", nil, []string{"render", "--confg=x"}, []string{"unknown flag: --confg"}},
 		{"argument", nil, []string{"start"}, []string{`unknown command "start" for "talos-ccm"`}},
-		{"similar command", nil, []string{"rendr"}, []string{`unknown command "rendr" for "talos-ccm"`, "Did you mean this?\n\trender"}},
-		{"unknown subcommand", nil, []string{"config", "validte"}, []string{`unknown command "validte" for "talos-ccm config"`}},
+		{"similar command", nil, []string{"rendr"}, []string{`unknown command "rendr" for "talos-ccm"; did you mean render?`}},
+		{"similar subcommand", nil, []string{"config", "validte"}, []string{`unknown command "validte" for "talos-ccm config"; did you mean validate?`}},
+		{"similar shell", nil, []string{"completion", "fisch"}, []string{`unknown command "fisch" for "talos-ccm completion"; did you mean fish?`}},
 		{"unknown variable", []string{"TALOS_CCM_MACHINESOCKET=x"}, nil, []string{"TALOS_CCM_MACHINESOCKET"}},
 		{"invalid environment", []string{"TALOS_CCM_MACHINE_SOCKET=" + absent}, nil, []string{"requires --run-dir"}},
 		{"unknown log format", nil, outside("--logging-format=xml"), []string{"xml"}},
@@ -435,4 +436,47 @@ func TestCompletion_OffersCommandsAndFlagsWithEffect(t *testing.T) {
 	got := command(t, nil, "__complete", "--cl")
 	assert.Contains(t, got.stdout, "--cluster-cidr")
 	assert.NotContains(t, got.stdout, "--cluster-name")
+}
+
+// A full disk must not look like success.
+func TestCommand_FailsIfOutputCannotBeWritten(t *testing.T) {
+	full, err := os.OpenFile("/dev/full", os.O_WRONLY, 0)
+	require.NoError(t, err)
+	t.Cleanup(func() { _ = full.Close() })
+
+	self, err := os.Executable()
+	require.NoError(t, err)
+
+	for _, args := range [][]string{
+		{"--help"},
+		{"--help-all"},
+		{"--version"},
+		{"version"},
+		{"config"},
+		{"diff", "--help"},
+		{"config", "validate", "testdata/config/good-rules.yaml"},
+		{"render", "--machine", recorded},
+	} {
+		var stderr bytes.Buffer
+
+		cmd := exec.CommandContext(t.Context(), self, args...)
+		cmd.Env, cmd.Stdout, cmd.Stderr = []string{asCommand + "=yes"}, full, &stderr
+
+		assert.Error(t, cmd.Run(), "%v", args)
+		assert.Equal(t, 1, strings.Count(stderr.String(), "no space left on device"), "%v: %s", args, stderr.String())
+	}
+}
+
+func TestCommand_CompletesValuesRatherThanFiles(t *testing.T) {
+	const noFiles = ":4\n"
+
+	for want, args := range map[string][]string{
+		"text\njson\n" + noFiles:                 {"config", "validate", "-o", ""},
+		"table\nyaml\njson\nmachine\n" + noFiles: {"render", "--output", ""},
+		"uuid\nnode-ip\n" + noFiles:              {"diff", "--provider-id-fallback", ""},
+		noFiles:                                  {"diff", ""},
+		":0\n":                                   {"config", "validate", ""},
+	} {
+		assert.Equal(t, want, command(t, nil, append([]string{"__complete"}, args...)...).stdout)
+	}
 }

@@ -7,7 +7,6 @@ import (
 	"net/netip"
 
 	"github.com/spf13/cobra"
-	"github.com/spf13/pflag"
 
 	"github.com/talos-ccm/talos-ccm/pkg/ccm"
 	"github.com/talos-ccm/talos-ccm/pkg/config"
@@ -66,8 +65,8 @@ affect the exit code.`,
 	flags.StringVar(&o.arch, "arch", "", "Architecture of the Node as reported by its kubelet, such as amd64.")
 	flags.StringVar(&o.version, "kubernetes-version", "", "Kubernetes version of the Node as reported by its kubelet, such as v1.36.2.")
 	flags.StringSliceVar(&o.nodeIPs, "node-ip", nil, "Node IPs of the kubelet. (default: the node IPs that Talos configures)")
-	addChoice(flags, &o.output, "output", "o", "Output format", append(preview.Formats(), formatMachine)...)
-	o.spec.add(flags)
+	addChoice(cmd, &o.output, "output", "o", "Output format", append(preview.Formats(), formatMachine)...)
+	o.spec.add(cmd)
 	o.talos.add(flags)
 
 	cmd.MarkFlagsOneRequired("machine", "node")
@@ -129,9 +128,9 @@ type nodeFlags struct {
 	fallback string
 }
 
-func (f *nodeFlags) add(flags *pflag.FlagSet) {
-	flags.StringVar(&f.config, "config", "", "Configuration file, or a document, whose environment applies unless a flag is given; - for standard input. (default: no rules)")
-	addChoice(flags, &f.fallback, "provider-id-fallback", "", "providerID source for platforms that publish no providerID, unless the configuration has global.providerIDFallback",
+func (f *nodeFlags) add(cmd *cobra.Command) {
+	cmd.Flags().StringVar(&f.config, "config", "", "Configuration file, or a document, whose environment applies unless a flag is given; - for standard input. (default: no rules)")
+	addChoice(cmd, &f.fallback, "provider-id-fallback", "", "providerID source for platforms that publish no providerID, unless the configuration has global.providerIDFallback",
 		string(config.FallbackUUID), string(config.FallbackNodeIP))
 }
 
