@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"slices"
 	"strings"
-	"sync"
 	"time"
 
 	"github.com/spf13/cobra"
@@ -16,6 +15,7 @@ import (
 	"k8s.io/client-go/kubernetes"
 	"k8s.io/client-go/rest"
 	"k8s.io/client-go/tools/clientcmd"
+	"k8s.io/component-base/term"
 	"k8s.io/utils/ptr"
 
 	"github.com/talos-ccm/talos-ccm/pkg/ccm"
@@ -28,6 +28,9 @@ import (
 
 // maxReads limits the machines that are read at the same time, since an endpoint has little memory to forward requests.
 const maxReads = 16
+
+// otherTimeout limits the time to read a machine whose Node is not compared.
+const otherTimeout = 5 * time.Second
 
 const diffName = "diff"
 
@@ -102,17 +105,12 @@ func (o *diffOptions) run(cmd *cobra.Command, args []string) error {
 		return err
 	}
 
-	list, err := client.CoreV1().Nodes().List(ctx, metav1.ListOptions{})
+	nodes, err := listNodes(ctx, client, args)
 	if err != nil {
-		return fmt.Errorf("list nodes: %w", err)
+		return err
 	}
 
-	var nodes []*corev1.Node
-	for i := range list.Items {
-		nodes = append(nodes, &list.Items[i])
-	}
-
-	machines, err := o.readMachines(ctx, nodes, kindsOf(options))
+	machines, err := o.readMachines(cmd, nodes, args, kindsOf(options))
 	if err != nil {
 		return err
 	}
@@ -122,11 +120,7 @@ func (o *diffOptions) run(cmd *cobra.Command, args []string) error {
 		return err
 	}
 
-	// The machines of all Nodes were read, because Nodes must not share a providerID or an address.
-	if reports, err = choose(reports, args); err != nil {
-		return err
-	}
-
+	reports = slices.DeleteFunc(reports, func(r preview.Report) bool { return len(args) > 0 && !slices.Contains(args, r.Name) })
 	comparison := preview.Comparison{Lease: lease, Nodes: reports, Full: len(args) > 0}
 
 	if err := preview.WriteComparison(cmd.OutOrStdout(), o.output, comparison); err != nil {
@@ -166,15 +160,24 @@ func (o *diffOptions) connect() (*rest.Config, *kubernetes.Clientset, error) {
 	return config, client, nil
 }
 
-// choose returns the reports of the named Nodes, or all if there are no names.
-func choose(reports []preview.Report, names []string) ([]preview.Report, error) {
+// listNodes returns all Nodes, and an error if a named one is missing.
+func listNodes(ctx context.Context, client kubernetes.Interface, names []string) (nodes []*corev1.Node, err error) {
+	list, err := client.CoreV1().Nodes().List(ctx, metav1.ListOptions{})
+	if err != nil {
+		return nil, fmt.Errorf("list nodes: %w", err)
+	}
+
+	for i := range list.Items {
+		nodes = append(nodes, &list.Items[i])
+	}
+
 	for _, name := range names {
-		if !slices.ContainsFunc(reports, func(r preview.Report) bool { return r.Name == name }) {
+		if !slices.ContainsFunc(nodes, func(node *corev1.Node) bool { return node.Name == name }) {
 			return nil, fmt.Errorf("node %q not found", name)
 		}
 	}
 
-	return slices.DeleteFunc(reports, func(r preview.Report) bool { return len(names) > 0 && !slices.Contains(names, r.Name) }), nil
+	return nodes, nil
 }
 
 func readLease(ctx context.Context, client kubernetes.Interface) (preview.Lease, error) {
@@ -198,40 +201,70 @@ func readLease(ctx context.Context, client kubernetes.Interface) (preview.Lease,
 	return result, nil
 }
 
-// readMachines reads resources of the given kinds, and returns the machines of the Nodes that run Talos.
-func (o *diffOptions) readMachines(ctx context.Context, nodes []*corev1.Node, kinds machine.Kinds) (*inventory.Inventory, error) {
-	reader, err := o.talos.open(ctx, kinds)
+// readMachines reads resources of the given kinds, and returns the machines of the Nodes that run Talos. With names, it reads
+// the others only if a named one responds: for values that Nodes must not share, such as a providerID or an address.
+func (o *diffOptions) readMachines(cmd *cobra.Command, nodes []*corev1.Node, names []string, kinds machine.Kinds) (*inventory.Inventory, error) {
+	reader, err := o.talos.open(cmd.Context(), kinds)
 	if err != nil {
 		return nil, err
 	}
 	defer reader.close()
 
-	var group sync.WaitGroup
-
-	machines, free := inventory.New(time.Now), make(chan struct{}, maxReads)
+	var named, others []*corev1.Node
 
 	for _, node := range nodes {
-		if !nodespec.IsTalos(node) {
-			continue
+		switch {
+		case !nodespec.IsTalos(node):
+		case len(names) == 0 || slices.Contains(names, node.Name):
+			named = append(named, node)
+		default:
+			others = append(others, node)
 		}
-
-		group.Go(func() {
-			free <- struct{}{}
-
-			readMachine(ctx, reader, node, machines)
-
-			<-free
-		})
 	}
 
-	group.Wait()
+	machines := inventory.New(time.Now)
+	readAll(cmd, reader, named, machines, machineTimeout)
+
+	if slices.ContainsFunc(named, func(node *corev1.Node) bool { return machines.Get(node.Name).Condition == inventory.Current }) {
+		readAll(cmd, reader, others, machines, otherTimeout)
+	}
 
 	return machines, nil
 }
 
+// readAll reads the machines of Nodes, and shows the progress on a terminal.
+func readAll(cmd *cobra.Command, reader *machineReader, nodes []*corev1.Node, machines *inventory.Inventory, timeout time.Duration) {
+	_, _, notTerminal := term.TerminalSize(cmd.ErrOrStderr())
+	free, done := make(chan struct{}, maxReads), make(chan struct{})
+
+	for _, node := range nodes {
+		go func() {
+			free <- struct{}{}
+
+			readMachine(cmd.Context(), reader, node, machines, timeout)
+
+			<-free
+
+			done <- struct{}{}
+		}()
+	}
+
+	for i := range nodes {
+		if notTerminal == nil {
+			fmt.Fprintf(cmd.ErrOrStderr(), "\rMachines read: %d of %d", i, len(nodes))
+		}
+
+		<-done
+	}
+
+	if notTerminal == nil && len(nodes) > 0 {
+		fmt.Fprint(cmd.ErrOrStderr(), "\r\x1b[K") // clears the line
+	}
+}
+
 // readMachine reads the machine of a Node at the first of its addresses at which the machine responds under the Node's name. The addresses share
-// machineTimeout.
-func readMachine(ctx context.Context, reader *machineReader, node *corev1.Node, machines *inventory.Inventory) {
+// the timeout.
+func readMachine(ctx context.Context, reader *machineReader, node *corev1.Node, machines *inventory.Inventory, timeout time.Duration) {
 	var (
 		reasons    []string
 		responding string
@@ -240,7 +273,7 @@ func readMachine(ctx context.Context, reader *machineReader, node *corev1.Node, 
 	addresses := nodespec.DialAddresses(node)
 
 	for _, addr := range addresses {
-		readCtx, cancel := context.WithTimeout(ctx, machineTimeout/time.Duration(len(addresses)))
+		readCtx, cancel := context.WithTimeout(ctx, timeout/time.Duration(len(addresses)))
 		m, err := reader.read(readCtx, addr.String())
 
 		cancel()

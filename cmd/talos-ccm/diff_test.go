@@ -4,6 +4,7 @@ import (
 	"context"
 	"encoding/json"
 	"errors"
+	"fmt"
 	"net/netip"
 	"os"
 	"regexp"
@@ -18,6 +19,7 @@ import (
 	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
+	"golang.org/x/sys/unix"
 	coordinationv1 "k8s.io/api/coordination/v1"
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -272,13 +274,85 @@ func TestDiff_OfMigratedCluster(t *testing.T) {
 	assert.Contains(t, fields, nodecontroller.UpstreamField{Name: "metadata.labels", Key: stray})
 	assert.False(t, slices.ContainsFunc(fields, func(f nodecontroller.UpstreamField) bool { return f.Key == nodespec.LabelPlatform }))
 
+	m.testNamed(config)
 	m.testIncomplete(config)
+}
+
+// testNamed compares single Nodes of a cluster while web-1 does not respond, and then stops it.
+func (m *migration) testNamed(config string) {
+	m.Helper()
+
+	proxied, silent := m.talosconfig, m.site.Machine("web-1")
+	defer func() { m.talosconfig = proxied }()
+
+	m.talosconfig = writeTalosconfig(m.T, m.site) // dials the machines themselves
+
+	silent.CutOff()
+
+	start := time.Now()
+	_, err := m.diff("cp-1", "--config", config)
+	require.NoError(m, err)
+	assert.Less(m, time.Since(start), machineTimeout/2, "waits for a machine of another Node")
+
+	silent.Reconnect()
+	require.NoError(m, silent.Stop(m.Context()))
+
+	calls := len(m.site.Machine("cp-1").Calls())
+	_, err = m.diff("web-1", "--config", config)
+	require.ErrorContains(m, err, "nodes cannot be compared: web-1")
+	assert.Len(m, m.site.Machine("cp-1").Calls(), calls, "reads machines of other Nodes without need")
+}
+
+// terminal returns a terminal and the function that reads what was written to it.
+func terminal(t *testing.T) (slave *os.File, read func() string) {
+	t.Helper()
+
+	master, err := os.OpenFile("/dev/ptmx", os.O_RDWR|unix.O_NOCTTY, 0)
+	require.NoError(t, err)
+	t.Cleanup(func() { _ = master.Close() })
+
+	number, err := unix.IoctlGetInt(int(master.Fd()), unix.TIOCGPTN)
+	require.NoError(t, err)
+	require.NoError(t, unix.IoctlSetPointerInt(int(master.Fd()), unix.TIOCSPTLCK, 0))
+
+	slave, err = os.OpenFile(fmt.Sprintf("/dev/pts/%d", number), os.O_RDWR|unix.O_NOCTTY, 0)
+	require.NoError(t, err)
+	t.Cleanup(func() { _ = slave.Close() })
+
+	return slave, func() string {
+		buffer := make([]byte, 4096)
+		n, err := master.Read(buffer)
+		require.NoError(t, err)
+
+		return string(buffer[:n])
+	}
+}
+
+func TestDiff_ShowsProgressOnTerminal(t *testing.T) {
+	site, _ := liveSite(t)
+	slave, read := terminal(t)
+
+	var nodes []*corev1.Node
+	for _, name := range []string{"cp-1", "worker-1"} {
+		nodes = append(nodes, &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: name}, Status: corev1.NodeStatus{
+			Addresses: []corev1.NodeAddress{{Type: corev1.NodeInternalIP, Address: site.Machine(name).Address().String()}},
+			NodeInfo:  corev1.NodeSystemInfo{OSImage: "Talos (v1.14.1)"},
+		}})
+	}
+
+	cmd := newDiffCommand()
+	cmd.SetContext(t.Context())
+	cmd.SetErr(slave)
+
+	machines, err := (&diffOptions{talos: talosFlags{talosconfig: writeTalosconfig(t, site)}}).readMachines(cmd, nodes, nil, machine.BaseKinds())
+	require.NoError(t, err)
+	assert.Equal(t, inventory.Current, machines.Get("worker-1").Condition)
+	assert.Equal(t, "\rMachines read: 0 of 2\rMachines read: 1 of 2\r\x1b[K", read())
 }
 
 // testIncomplete compares a cluster in which one machine does not respond and one Node has the address of another machine.
 func (m *migration) testIncomplete(config string) {
 	m.Helper()
-	require.NoError(m, m.site.Machine("web-1").Stop(m.Context()))
 
 	stdout, err := m.diff("--config", config)
 	require.ErrorContains(m, err, "nodes cannot be compared: web-1")
