@@ -27,8 +27,8 @@ type allocations struct {
 	byNode map[string]allocation
 	// reservations are prefixes that are never allocated, by owner.
 	reservations map[string][]netip.Prefix
-	// used contains blocks and reservations, blocks only the blocks.
-	used, blocks cidrset.Set
+	// used contains blocks and reservations, blocks only the blocks, and unproven the blocks that a kubelet may have chosen.
+	used, blocks, unproven cidrset.Set
 	// released is called after a block or a reservation was released, with mu held.
 	released func()
 }
@@ -37,6 +37,8 @@ type allocations struct {
 type allocation struct {
 	uid    types.UID
 	blocks []netip.Prefix
+	// assigned is true if a kubelet cannot have chosen the blocks.
+	assigned bool
 	// written is false while the result of the write is not known.
 	written bool
 	// version is the resourceVersion of the Node with the blocks, or without them if written is false.
@@ -69,7 +71,7 @@ func (a *allocations) record(node *corev1.Node) {
 	}
 
 	a.remove(node.Name)
-	a.insert(node.Name, allocation{uid: node.UID, blocks: blocks, written: true, version: node.ResourceVersion})
+	a.insert(node.Name, allocation{uid: node.UID, blocks: blocks, assigned: isAssigned(node), written: true, version: node.ResourceVersion})
 }
 
 // release records the deletion of a Node.
@@ -178,15 +180,15 @@ func (a *allocations) allocate(node *corev1.Node, sources []familySources) ([]ne
 		blocks = append(blocks, block)
 	}
 
-	a.insert(node.Name, allocation{uid: node.UID, blocks: blocks, version: node.ResourceVersion})
+	a.insert(node.Name, allocation{uid: node.UID, blocks: blocks, assigned: true, version: node.ResourceVersion})
 
 	return blocks, nil
 }
 
-// withoutTooLarge calls f while used does not contain the podCIDRs that are too large for the source. The caller must
-// hold mu.
+// withoutTooLarge calls f while used does not contain the podCIDRs that a kubelet may have chosen and that are too large
+// for the source. The caller must hold mu.
 func (a *allocations) withoutTooLarge(s source, f func()) {
-	tooLarge := a.blocks.Larger(s.CIDR(), s.limit)
+	tooLarge := a.unproven.Larger(s.CIDR(), s.limit)
 
 	for _, podCIDR := range tooLarge {
 		a.used.Remove(podCIDR)
@@ -287,6 +289,10 @@ func (a *allocations) insert(nodename string, added allocation) {
 	for _, p := range added.blocks {
 		a.used.Insert(p)
 		a.blocks.Insert(p)
+
+		if !added.assigned {
+			a.unproven.Insert(p)
+		}
 	}
 }
 
@@ -299,10 +305,17 @@ func (a *allocations) remove(nodename string) {
 	for _, p := range a.byNode[nodename].blocks {
 		a.used.Remove(p)
 		a.blocks.Remove(p)
+
+		if !a.byNode[nodename].assigned {
+			a.unproven.Remove(p)
+		}
 	}
 
 	delete(a.byNode, nodename)
 }
+
+// isAssigned reports whether this controller has written the podCIDRs of a Node, which cannot be changed.
+func isAssigned(node *corev1.Node) bool { return node.Labels[labelAssigned] != "" }
 
 // podCIDRs returns the parsed and the invalid podCIDRs of a Node. Old clusters contain spellings that the API server
 // rejects today.

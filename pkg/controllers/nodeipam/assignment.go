@@ -400,7 +400,7 @@ func (a assignment) sources() (list []source) {
 
 // source divides a CIDR into blocks with the given prefix length. A podCIDR counts up to a quarter of the CIDR, or up to
 // the largest block that the configuration assigns of the CIDR to any Node. A kubelet can register its Node with any
-// podCIDRs, and could otherwise exhaust the CIDR.
+// podCIDRs, and could otherwise exhaust the CIDR. This does not apply to podCIDRs that the controller has assigned.
 func (a assignment) source(name string, cidr netip.Prefix, size int) (source, error) {
 	blocks, err := cidrset.NewPool(cidr, size)
 	f, limit := familyOf(cidr.Addr()), cidr.Bits()+quarterBits
@@ -428,6 +428,10 @@ func (a assignment) unusable() *events.Problem {
 	podCIDRs, invalid := podCIDRs(a.node)
 	if len(invalid) > 0 {
 		return newProblem(ReasonInvalid, "podCIDRs %q are not CIDRs; delete the Node and let it register again to have others assigned", invalid)
+	}
+
+	if isAssigned(a.node) {
+		return nil
 	}
 
 	sources := a.sources()

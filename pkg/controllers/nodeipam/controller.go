@@ -72,6 +72,9 @@ const (
 	Alias = "nodeipam"
 )
 
+// labelAssigned is `true` if talos-ccm assigned the podCIDRs of the Node. Otherwise its kubelet may have chosen them.
+const labelAssigned = "talos-ccm.node-restriction.kubernetes.io/pod-cidrs"
+
 // FieldManager owns the podCIDRs that this controller has written.
 const FieldManager = "talos-ccm-node-ipam"
 
@@ -329,8 +332,8 @@ func (c *Controller) effectiveOptions(network *controlplane.Network) (Options, *
 	return options, uncertainSizes
 }
 
-// write sets podCIDR and podCIDRs in one patch. The patch contains UID and resourceVersion of the Node that the blocks
-// were allocated for, so it cannot change a later version, or a new Node of the same name.
+// write sets podCIDR, podCIDRs and labelAssigned in one patch. The patch contains UID and resourceVersion of the Node that
+// the blocks were allocated for, so it cannot change a later version, or a new Node of the same name.
 func (c *Controller) write(ctx context.Context, node *corev1.Node, blocks []netip.Prefix, sources []familySources) error {
 	if err := ctx.Err(); err != nil {
 		return err
@@ -342,7 +345,7 @@ func (c *Controller) write(ctx context.Context, node *corev1.Node, blocks []neti
 	}
 
 	patch, err := json.Marshal(map[string]any{
-		"metadata": map[string]any{"uid": node.UID, "resourceVersion": node.ResourceVersion},
+		"metadata": map[string]any{"uid": node.UID, "resourceVersion": node.ResourceVersion, "labels": map[string]string{labelAssigned: "true"}},
 		"spec":     map[string]any{"podCIDR": podCIDRs[0], "podCIDRs": podCIDRs},
 	})
 	if err != nil {

@@ -16,6 +16,7 @@ import (
 	"github.com/stretchr/testify/require"
 	corev1 "k8s.io/api/core/v1"
 	networkingv1 "k8s.io/api/networking/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/kubernetes"
@@ -770,7 +771,12 @@ func TestController_AllocatesDespiteKubeletThatRegistersWithTheWholePool(t *test
 		node := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: w.node(name), Labels: map[string]string{labelWorld: w.name}}}
 		having(cidrs...)(node)
 
-		_, err := w.kubelet(name).CoreV1().Nodes().Create(t.Context(), node, metav1.CreateOptions{})
+		assigned := node.DeepCopy()
+		assigned.Labels["talos-ccm.node-restriction.kubernetes.io/pod-cidrs"] = "true"
+		_, err := w.kubelet(name).CoreV1().Nodes().Create(t.Context(), assigned, metav1.CreateOptions{})
+		require.True(t, apierrors.IsForbidden(err), err)
+
+		_, err = w.kubelet(name).CoreV1().Nodes().Create(t.Context(), node, metav1.CreateOptions{})
 		require.NoError(t, err)
 	}
 
@@ -784,6 +790,23 @@ func TestController_AllocatesDespiteKubeletThatRegistersWithTheWholePool(t *test
 	}
 
 	assert.Empty(t, w.events.of(w.node("quarter"), nodeipam.ReasonTooLarge), "a quarter")
+}
+
+// TestController_KeepsBlocksOfReducedPools: an assigned block counts, also if it is larger than what is left of its pool.
+func TestController_KeepsBlocksOfReducedPools(t *testing.T) {
+	w := newWorld(t)
+	p := w.run(cidrs("10.1.0.0/24"))
+	w.register("a")
+	w.wantCIDRs("a", "10.1.0.0/24")
+	p.Stop()
+
+	for name, reduced := range map[string]string{"smaller-blocks": "10.1.0.0/24", "smaller-pool": "10.1.0.0/25"} {
+		p := w.run(nodeipam.Options{ClusterCIDRs: prefixes(reduced), MaskSizeIPv4: 25})
+		w.register(name)
+		w.awaitPending(name, nodeipam.ReasonExhausted, "larger podCIDRs [10.1.0.0/24]")
+		assert.Empty(t, w.events.of(w.node("a"), nodeipam.ReasonTooLarge))
+		p.Stop()
+	}
 }
 
 // TestController_BlockedWhileTheControlPlaneIsUnreachable: the Event contains the address.
