@@ -73,6 +73,11 @@ func Compare(nodes []*corev1.Node, machines *inventory.Inventory, options nodesp
 			r.Changes = changes(p.Before, p.After, p.Spec)
 		}
 
+		// Other cloud controller managers set it only on Nodes with the taint. If it is added, it is the first change.
+		if len(r.Changes) > 0 && r.Changes[0].Field == fieldProviderID && !nodespec.IsUninitialized(p.Before) {
+			r.Changes[0].From += ", permanently, although the Node is initialized"
+		}
+
 		reports = append(reports, r)
 	}
 

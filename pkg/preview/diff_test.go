@@ -83,6 +83,28 @@ func TestWriteComparison_YAMLAndJSON(t *testing.T) {
 	}
 }
 
+// Only talos-ccm sets the providerID of a Node that has no uninitialized taint.
+func TestCompare_MarksProviderIDOfInitializedNode(t *testing.T) {
+	m := running("talos-wk", "10.77.0.3")
+	m.Platform = runtime.PlatformMetadataSpec{Platform: "container"}
+
+	found := inventory.New(time.Now)
+	found.Replace("talos-wk", m)
+
+	uninitialized := corev1.Taint{Key: "node.cloudprovider.kubernetes.io/uninitialized", Effect: corev1.TaintEffectNoSchedule}
+
+	for want, taints := range map[string][]corev1.Taint{"machine, permanently, although the Node is initialized": nil, "machine": {uninitialized}} {
+		before := &corev1.Node{
+			ObjectMeta: metav1.ObjectMeta{Name: "talos-wk"}, Spec: corev1.NodeSpec{Taints: taints},
+			Status: corev1.NodeStatus{NodeInfo: corev1.NodeSystemInfo{OSImage: "Talos (v1.13.5)"}},
+		}
+
+		diffs, err := preview.Compare([]*corev1.Node{before}, found, nodespec.Options{})
+		require.NoError(t, err)
+		assert.Contains(t, diffs[0].Changes, preview.Change{Field: "providerID", After: new("talos://container/10.77.0.3"), From: want})
+	}
+}
+
 func TestCompare_Addresses(t *testing.T) {
 	m := running("talos-wk", "10.77.0.3")
 	m.Platform = runtime.PlatformMetadataSpec{Platform: "container", Hostname: "talos-wk"}
