@@ -65,8 +65,8 @@ const (
 	// ReasonIdentityMismatch: the machine at the Node's address has another nodename.
 	// Fix: docs/troubleshooting/nodes.md#identity-mismatch.
 	ReasonIdentityMismatch = "IdentityMismatch"
-	// ReasonOwnershipConflict: another field manager set a label, annotation or taint to a different value; talos-ccm
-	// skips that key.
+	// ReasonOwnershipConflict: another field manager set a label, annotation or taint to a different value, and talos-ccm
+	// skips that key; or it replaced the addresses twice within an hour, and talos-ccm restores them.
 	// Fix: choose one owner, see docs/troubleshooting/nodes.md#skipped-values.
 	ReasonOwnershipConflict = "OwnershipConflict"
 	// ReasonInvalidValue: a value of a rule or machine is skipped: Kubernetes does not accept it, no certificate could
@@ -129,6 +129,8 @@ type Controller struct {
 	expectations *expectations.Expectations
 	pending      *pendingNodes
 	queue        queue.Queue
+
+	addressWriters addressWriters
 }
 
 // New returns a Controller that is subscribed to Nodes and machines. Call it before the informer is started.
@@ -147,6 +149,8 @@ func New(cfg Config) (*Controller, error) {
 		expectations: expectations.New(),
 		pending:      &pendingNodes{gauge: uninitialized, names: sets.New[string]()},
 		queue:        queue.New(Alias),
+
+		addressWriters: addressWriters{byNode: map[string]addressWriter{}},
 	}
 	c.providerIDs = &providerIDs{nodes: c.indexer, freed: func() { c.queueWaiting() }, reserved: map[string]string{}}
 
@@ -237,6 +241,7 @@ func (c *Controller) sync(ctx context.Context, nodename string) (again time.Dura
 
 		c.reporter.Forget(nodename)
 		c.expectations.Forget(nodename)
+		c.addressWriters.forget(nodename)
 		c.pending.update(func(names sets.Set[string]) { names.Delete(nodename) })
 		c.providerIDs.release(nodename, "")
 	case apierrors.IsConflict(err):
@@ -312,7 +317,12 @@ func (c *Controller) prepare(node *corev1.Node) (p plan, again time.Duration, er
 		return plan{}, 0, err
 	}
 
-	c.report(node, p.problems)
+	problems := p.problems
+	if s.managed && !p.isPending {
+		problems = append(problems, c.addressWriters.observe(node, p.addresses, c.config.Clock.Now())...)
+	}
+
+	c.report(node, problems)
 
 	// A Node gets its first conditions with its addresses or, if these are right, after it is initialized.
 	if !isUninitialized || p.addresses != nil || slices.ContainsFunc(node.Status.Conditions, isOwn) {

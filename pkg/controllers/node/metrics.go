@@ -25,6 +25,9 @@ var (
 		"Number of changes of a region or zone that were not written to the Node, by label.", "label"),
 		corev1.LabelTopologyRegion, corev1.LabelTopologyZone)
 
+	addressesReplaced = metric.NewCounter("talosccm_node_addresses_replaced_total",
+		"Number of times that another client replaced the addresses of a Node that had the right ones.")
+
 	// The upstream Talos CCM uses these two names.
 	transformation = metric.NewHistogram("talosccm_transformer_duration_seconds",
 		"Time to compute the desired state of a Node, including rules.", []float64{.0001, .00025, .0005, .001, .0025, .005, .01, .05, .1, 1})
