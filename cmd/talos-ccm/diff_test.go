@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"io"
 	"net/netip"
 	"os"
 	"regexp"
@@ -303,8 +304,8 @@ func (m *migration) testNamed(config string) {
 	assert.Len(m, m.site.Machine("cp-1").Calls(), calls, "reads machines of other Nodes without need")
 }
 
-// terminal returns a terminal and the function that reads what was written to it.
-func terminal(t *testing.T) (slave *os.File, read func() string) {
+// terminal returns a terminal, and a function that closes it and returns what was written to it.
+func terminal(t *testing.T) (slave *os.File, written func() string) {
 	t.Helper()
 
 	master, err := os.OpenFile("/dev/ptmx", os.O_RDWR|unix.O_NOCTTY, 0)
@@ -320,17 +321,18 @@ func terminal(t *testing.T) (slave *os.File, read func() string) {
 	t.Cleanup(func() { _ = slave.Close() })
 
 	return slave, func() string {
-		buffer := make([]byte, 4096)
-		n, err := master.Read(buffer)
-		require.NoError(t, err)
+		require.NoError(t, slave.Close())
 
-		return string(buffer[:n])
+		output, err := io.ReadAll(master)
+		require.ErrorIs(t, err, unix.EIO) // the end of a terminal that was closed
+
+		return string(output)
 	}
 }
 
 func TestDiff_ShowsProgressOnTerminal(t *testing.T) {
 	site, _ := liveSite(t)
-	slave, read := terminal(t)
+	slave, written := terminal(t)
 
 	var nodes []*corev1.Node
 	for _, name := range []string{"cp-1", "worker-1"} {
@@ -347,7 +349,7 @@ func TestDiff_ShowsProgressOnTerminal(t *testing.T) {
 	machines, err := (&diffOptions{talos: talosFlags{talosconfig: writeTalosconfig(t, site)}}).readMachines(cmd, nodes, nil, machine.BaseKinds())
 	require.NoError(t, err)
 	assert.Equal(t, inventory.Current, machines.Get("worker-1").Condition)
-	assert.Equal(t, "\rMachines read: 0 of 2\rMachines read: 1 of 2\r\x1b[K", read())
+	assert.Equal(t, "\rMachines read: 0 of 2\rMachines read: 1 of 2\r\x1b[K", written())
 }
 
 // testIncomplete compares a cluster in which one machine does not respond and one Node has the address of another machine.
