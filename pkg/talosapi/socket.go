@@ -2,10 +2,14 @@ package talosapi
 
 import (
 	"context"
+	"crypto/x509"
+	"encoding/pem"
 	"errors"
 	"fmt"
+	"io"
 	"net/netip"
 	"net/url"
+	"path"
 	"time"
 
 	"github.com/cosi-project/runtime/pkg/safe"
@@ -110,6 +114,12 @@ func (c roleCredentials) GetRequestMetadata(context.Context, ...string) (map[str
 // RequireTransportSecurity implements credentials.PerRPCCredentials.
 func (roleCredentials) RequireTransportSecurity() bool { return false }
 
+// kubeletCertificate is the file with the kubelet's client certificate and its key. maxFile limits what is read of it: real
+// ones have less than 4 KiB.
+var kubeletCertificate = path.Join(constants.KubeletPKIDir, "kubelet-client-current.pem")
+
+const maxFile = 64 << 10
+
 // Admin holds all calls that use os:admin.
 type Admin struct {
 	conn  *grpc.ClientConn
@@ -174,4 +184,53 @@ func (a *Admin) WatchServiceConfig(ctx context.Context, name string, ch chan<- s
 	}
 
 	return nil
+}
+
+// KubeletCertificate returns the client certificate of the machine's kubelet. The file also has the private key, so all
+// copies of it are cleared. Before the kubelet has a certificate, the code of the error is NotFound.
+func (a *Admin) KubeletCertificate(ctx context.Context) (*x509.Certificate, error) {
+	ctx, cancel := context.WithCancel(ctx) // ends the stream
+	defer cancel()
+
+	stream, err := machine.NewMachineServiceClient(a.conn).Read(ctx, &machine.ReadRequest{Path: kubeletCertificate})
+	if err != nil {
+		return nil, fmt.Errorf("read %s: %w", kubeletCertificate, err)
+	}
+
+	content := make([]byte, 0, maxFile)
+	defer clear(content[:maxFile])
+
+	for {
+		chunk, err := stream.Recv()
+		if errors.Is(err, io.EOF) {
+			return parseCertificate(content)
+		} else if err != nil {
+			return nil, fmt.Errorf("read %s: %w", kubeletCertificate, err)
+		}
+
+		isTooLong := len(content)+len(chunk.GetBytes()) > maxFile
+		if !isTooLong {
+			content = append(content, chunk.GetBytes()...)
+		}
+
+		clear(chunk.GetBytes())
+
+		if isTooLong {
+			return nil, fmt.Errorf("read %s: file has more than %d bytes", kubeletCertificate, maxFile)
+		}
+	}
+}
+
+// parseCertificate returns the first certificate in PEM encoding that is not a CA's. It clears all other blocks.
+func parseCertificate(content []byte) (*x509.Certificate, error) {
+	for block, rest := pem.Decode(content); block != nil; block, rest = pem.Decode(rest) {
+		certificate, err := x509.ParseCertificate(block.Bytes)
+		if block.Type == "CERTIFICATE" && err == nil && !certificate.IsCA {
+			return certificate, nil
+		}
+
+		clear(block.Bytes)
+	}
+
+	return nil, fmt.Errorf("parse %s: no client certificate", kubeletCertificate)
 }

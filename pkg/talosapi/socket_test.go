@@ -2,6 +2,7 @@ package talosapi_test
 
 import (
 	"context"
+	"encoding/pem"
 	"net/netip"
 	"slices"
 	"testing"
@@ -9,6 +10,8 @@ import (
 
 	"github.com/cosi-project/runtime/pkg/resource"
 	"github.com/cosi-project/runtime/pkg/state"
+	"github.com/siderolabs/crypto/x509"
+	generated "github.com/siderolabs/talos/pkg/machinery/config/generate/secrets"
 	"github.com/siderolabs/talos/pkg/machinery/resources/k8s"
 	"github.com/siderolabs/talos/pkg/machinery/resources/secrets"
 	"github.com/siderolabs/talos/pkg/machinery/role"
@@ -60,6 +63,51 @@ func requireKubeconfig(t *testing.T, events <-chan state.Event, want string) {
 	require.Equal(t, want, certs.TypedSpec().LocalhostAdminKubeconfig)
 }
 
+// kubeletCertificate returns the certificate of a CA, and what a kubelet writes: a certificate of that CA and its key.
+func kubeletCertificate(t *testing.T) (authority, certificate, key []byte) {
+	t.Helper()
+
+	ca, err := generated.NewKubernetesCA(time.Now(), nil)
+	require.NoError(t, err)
+
+	pair, err := x509.NewKeyPair(ca, x509.CommonName("system:node:cp-1"))
+	require.NoError(t, err)
+
+	return ca.CrtPEM, pair.CrtPEM, pair.KeyPEM
+}
+
+func TestAdmin_ReadsKubeletCertificate(t *testing.T) {
+	s := newSite(t, clock.RealClock{})
+
+	_, err := s.socket.Admin.KubeletCertificate(t.Context())
+	assert.Equal(t, codes.NotFound, status.Code(err), err)
+
+	authority, certificate, key := kubeletCertificate(t)
+	content := slices.Concat(certificate, key)
+	block, _ := pem.Decode(certificate)
+
+	for name, file := range map[string][]byte{
+		"certificate and key": content, "key and certificate": slices.Concat(key, certificate), "CA first": slices.Concat(authority, content),
+		"text around": slices.Concat([]byte("text\n"), content, []byte("text\n")), "as long as allowed": slices.Concat(content, make([]byte, 64<<10-len(content))),
+	} {
+		s.controlPlane.SetKubeletCertificate(file)
+
+		read, err := s.socket.Admin.KubeletCertificate(t.Context())
+		require.NoError(t, err, name)
+		assert.Equal(t, block.Bytes, read.Raw, name)
+	}
+
+	for name, file := range map[string][]byte{
+		"key only": key, "CA only": authority, "cut off": content[:200], "too long": slices.Concat(content, make([]byte, 64<<10+1-len(content))),
+	} {
+		s.controlPlane.SetKubeletCertificate(file)
+
+		_, err := s.socket.Admin.KubeletCertificate(t.Context())
+		require.ErrorContains(t, err, "/var/lib/kubelet/pki/kubelet-client-current.pem", name)
+		assert.NotContains(t, err.Error(), "PRIVATE", name)
+	}
+}
+
 func TestAdmin_FailsOnWorker(t *testing.T) {
 	s := newSite(t, clock.RealClock{})
 	worker := openSocket(t, s.worker)
@@ -97,6 +145,9 @@ func TestSocket_UsesAdminRoleOnlyInNamedCalls(t *testing.T) {
 	_, err := s.socket.Admin.LocalhostAdminKubeconfig(t.Context())
 	require.NoError(t, err)
 	require.NoError(t, s.socket.Admin.WatchLocalhostAdminKubeconfig(t.Context(), make(chan state.Event, 1)))
+
+	_, err = s.socket.Admin.KubeletCertificate(t.Context())
+	require.Error(t, err)
 	s.followAll(t, issued)
 
 	var admin []talostest.Call
@@ -115,6 +166,7 @@ func TestSocket_UsesAdminRoleOnlyInNamedCalls(t *testing.T) {
 		{Method: "/machine.MachineService/GenerateClientConfiguration"},
 		{Method: "/cosi.resource.State/Get", ResourceType: secrets.KubernetesType},
 		{Method: "/cosi.resource.State/Watch", ResourceType: secrets.KubernetesType},
+		{Method: "/machine.MachineService/Read"},
 	}, admin)
 }
 

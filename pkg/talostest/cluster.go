@@ -183,6 +183,7 @@ func (c *Cluster) addMachine(spec MachineSpec) (*Machine, error) {
 	m.api = newLink(m, TransportAPID, listener)
 	m.BreakStreams()
 	m.RenewCertificate()
+	m.SetKubeletCertificate(spec.KubeletCertificate)
 
 	if err := c.bootMachine(m, spec); err != nil {
 		m.close()

@@ -43,6 +43,8 @@ type MachineSpec struct {
 	SystemInformation *hardware.SystemInformationSpec
 	// LocalhostAdminKubeconfig is published on control-plane machines; if it is empty, the secret does not exist.
 	LocalhostAdminKubeconfig string
+	// KubeletCertificate is the file with the kubelet's client certificate and its key, in PEM encoding; empty if it does not exist.
+	KubeletCertificate []byte
 	// Controllers are the values of the extra argument `controllers` of kube-controller-manager on control-plane machines, such as
 	// -node-ipam-controller. Talos appends them to its own.
 	Controllers []string
@@ -81,6 +83,7 @@ type Machine struct {
 	certificateTime atomic.Int64 // from which the certificate of apid is valid, as Unix time
 	openStreams     atomic.Int64
 	lie             atomic.Pointer[Answer]
+	kubeletFile     atomic.Pointer[[]byte] // see SetKubeletCertificate
 	journal         journal
 	power           sync.Mutex // serializes Stop and Start
 
@@ -211,6 +214,10 @@ func (m *Machine) SetLocalhostAdminKubeconfig(ctx context.Context, kubeconfig []
 		spec.LocalhostAdminKubeconfig = string(kubeconfig)
 	})
 }
+
+// SetKubeletCertificate creates or replaces the file with the kubelet's client certificate and its key, in PEM encoding. It does not exist
+// if content is empty.
+func (m *Machine) SetKubeletCertificate(content []byte) { m.kubeletFile.Store(&content) }
 
 // SetExtensionServiceConfig creates or replaces the files of an extension service. Its environment stays.
 func (m *Machine) SetExtensionServiceConfig(ctx context.Context, name string, files ...runtime.ExtensionServiceConfigFile) error {

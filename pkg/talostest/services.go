@@ -2,10 +2,13 @@ package talostest
 
 import (
 	"context"
+	"slices"
 
 	"github.com/cosi-project/runtime/api/v1alpha1"
+	"github.com/siderolabs/talos/pkg/machinery/api/common"
 	machineapi "github.com/siderolabs/talos/pkg/machinery/api/machine"
 	clientconfig "github.com/siderolabs/talos/pkg/machinery/client/config"
+	"github.com/siderolabs/talos/pkg/machinery/constants"
 	"github.com/siderolabs/talos/pkg/machinery/role"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
@@ -110,4 +113,23 @@ func (machineService) EtcdMemberList(ctx context.Context, _ *machineapi.EtcdMemb
 	}
 
 	return &machineapi.EtcdMemberListResponse{Messages: []*machineapi.EtcdMembers{{Members: members}}}, nil
+}
+
+// chunkSize is that of machined.
+const chunkSize = 1024
+
+// Read implements the machine API for the file of [Machine.SetKubeletCertificate].
+func (machineService) Read(request *machineapi.ReadRequest, stream grpc.ServerStreamingServer[common.Data]) error {
+	content := *callFrom(stream.Context()).machine.kubeletFile.Load()
+	if request.GetPath() != constants.KubeletPKIDir+"/kubelet-client-current.pem" || len(content) == 0 {
+		return status.Errorf(codes.NotFound, "stat %s: no such file or directory", request.GetPath())
+	}
+
+	for chunk := range slices.Chunk(content, chunkSize) {
+		if err := stream.Send(&common.Data{Bytes: chunk}); err != nil {
+			return err //nolint:wrapcheck // status errors must survive
+		}
+	}
+
+	return nil
 }
