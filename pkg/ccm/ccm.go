@@ -370,6 +370,7 @@ func (m *Manager) serve(ctx context.Context, conn connection) error {
 	}
 
 	group.Go(func() { m.reportConfiguration(ctx, conn.recorder) })
+	group.Go(func() { m.stateCertificate(ctx, conn) })
 
 	switch {
 	case ctx.Err() != nil || !m.store.Await(ctx):

@@ -17,6 +17,7 @@ import (
 	"k8s.io/klog/v2"
 
 	"github.com/talos-ccm/talos-ccm/pkg/internal/backoff"
+	"github.com/talos-ccm/talos-ccm/pkg/recorder"
 )
 
 // localTimeout bounds reads of the local machine: the other machines must not wait for it.
@@ -107,6 +108,24 @@ func (m *Manager) localNodename(ctx context.Context) string {
 	}
 
 	return ""
+}
+
+// stateCertificate states the client certificate of the local machine's kubelet until ctx ends. It does nothing outside
+// Talos.
+func (m *Manager) stateCertificate(ctx context.Context, conn connection) {
+	if m.socket == nil {
+		return
+	}
+
+	client, err := conn.newClient()
+	if err != nil {
+		klog.FromContext(ctx).Error(err, "Failed to state client certificate of kubelet")
+
+		return
+	}
+
+	r := recorder.Recorder{Client: client, Socket: m.socket, Events: conn.recorder, Clock: m.clock}
+	r.Run(ctx)
 }
 
 // resetting returns the nodename of the local machine if it is being reset, or an empty string.

@@ -3,6 +3,7 @@ package ccm_test
 import (
 	"context"
 	"crypto/rand"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -80,8 +81,12 @@ func prepared(bed ctest.Suite, options talostest.Options) *suite {
 func (s *suite) controlPlane(name string, changes ...func(*talostest.MachineSpec)) *talostest.Machine {
 	s.Helper()
 
+	kubelet, err := s.Kube.UserConfig("system:node:"+s.prefix+name, "system:nodes")
+	require.NoError(s, err)
+
 	spec := talostest.MachineSpec{
 		Nodename: name, Type: talosmachine.TypeControlPlane, ServeSocket: true, LocalhostAdminKubeconfig: string(s.Kube.Kubeconfig()),
+		KubeletCertificate: slices.Concat(kubelet.CertData, kubelet.KeyData),
 	}
 	for _, change := range changes {
 		change(&spec)

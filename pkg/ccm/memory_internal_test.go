@@ -12,6 +12,7 @@ import (
 	corelisters "k8s.io/client-go/listers/core/v1"
 	"k8s.io/client-go/tools/cache"
 
+	"github.com/talos-ccm/talos-ccm/pkg/noderecord"
 	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
 )
 
@@ -37,7 +38,7 @@ func TestMemoryCeiling_FollowsKnownNodes(t *testing.T) {
 	add("initialized", 50, map[string]string{nodespec.LabelPlatform: "metal"})
 	assert.EqualValues(t, 562, ceiling())
 
-	add("recorded", int(half), map[string]string{nodespec.LabelAddress: "192.0.2.1"}) //nolint:gosec // checked above
+	add("recorded", int(half), map[string]string{noderecord.LabelAddress: "192.0.2.1"}) //nolint:gosec // checked above
 	assert.Equal(t, half, ceiling())
 
 	m.options.MemoryCeiling.Quantity = resource.MustParse("100Gi")

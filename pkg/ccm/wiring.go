@@ -306,6 +306,7 @@ func (m *Manager) newCSRApproval(in inputs) (controller, error) {
 
 			policy := csrapproval.PolicyFor(settings, node, input)
 			policy.PodCIDRs = in.podCIDRs()
+			policy.RequireStatement = m.socket != nil && nodespec.IsControlPlane(node)
 
 			return policy
 		},

@@ -13,6 +13,7 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
 	"github.com/talos-ccm/talos-ccm/pkg/csrpolicy"
+	"github.com/talos-ccm/talos-ccm/pkg/noderecord"
 )
 
 const credentialKey = "authentication.kubernetes.io/credential-id"
@@ -26,7 +27,7 @@ func id(name string) string {
 		return ""
 	}
 
-	return csrpolicy.CertificateID([]byte(name))
+	return noderecord.ID([]byte(name))
 }
 
 // with makes the request with the client certificate of the given name.
@@ -47,22 +48,22 @@ func issued(name, requestedWith string, after time.Duration) csrpolicy.ClientCer
 func TestReview_ComparesCredentialWithRecord(t *testing.T) {
 	type certificates = []csrpolicy.ClientCertificate
 
-	machineID, volume := csrpolicy.Fingerprint("node-id"), csrpolicy.Fingerprint("volume")
+	machineID, volume := noderecord.Fingerprint("node-id"), id("volume")
 	address, elsewhere := netip.MustParseAddr("10.0.0.10"), netip.MustParseAddr("10.0.0.99")
-	seen := csrpolicy.Record{Credential: id("a"), NodeID: machineID, Volume: volume, Address: address} // for an unknown certificate
-	record := csrpolicy.Record{Credential: id("a"), NodeID: machineID, Volume: volume, Issuer: "ca", Expires: now.Add(time.Hour), Address: address}
-	with := func(edit func(*csrpolicy.Record)) csrpolicy.Record { r := record; edit(&r); return r } //nolint:nlreturn // one line
-	other := with(func(r *csrpolicy.Record) { r.Credential = id("b") })
-	rotated := with(func(r *csrpolicy.Record) { r.Credential, r.Previous = id("b"), id("a") })
-	moved := with(func(r *csrpolicy.Record) { r.Volume, r.Address = "other", elsewhere })
+	seen := noderecord.Record{Credential: id("a"), NodeID: machineID, Volume: volume, Address: address} // for an unknown certificate
+	record := noderecord.Record{Credential: id("a"), NodeID: machineID, Volume: volume, Issuer: "ca", Expires: now.Add(time.Hour), Address: address}
+	with := func(edit func(*noderecord.Record)) noderecord.Record { r := record; edit(&r); return r } //nolint:nlreturn // one line
+	other := with(func(r *noderecord.Record) { r.Credential = id("b") })
+	rotated := with(func(r *noderecord.Record) { r.Credential, r.Previous = id("b"), id("a") })
+	moved := with(func(r *noderecord.Record) { r.Volume, r.Address = "other", elsewhere })
 	noVolume := func(e *csrpolicy.Evidence) { e.Machine.EphemeralID = "" }
 	token := certificates{issued("a", "", time.Hour)} // long after the Node was created
 
 	for name, test := range map[string]struct {
-		record csrpolicy.Record
+		record noderecord.Record
 		issued certificates
 		edit   func(*csrpolicy.Evidence)
-		want   csrpolicy.Record // none: unexpected
+		want   noderecord.Record // none: unexpected
 	}{
 		"first use":                             {want: seen},
 		"first registration":                    {issued: certificates{issued("a", "", -time.Second)}, want: record},
@@ -75,36 +76,36 @@ func TestReview_ComparesCredentialWithRecord(t *testing.T) {
 
 		"recorded":             {record: record, want: record},
 		"previous":             {record: rotated, want: rotated},
-		"recorded by operator": {record: csrpolicy.Record{Credential: id("a")}, want: seen},
-		"recorded by operator for a machine that has moved": {record: csrpolicy.Record{Credential: id("a"), Address: elsewhere}, want: seen},
+		"recorded by operator": {record: noderecord.Record{Credential: id("a")}, want: seen},
+		"recorded by operator for a machine that has moved": {record: noderecord.Record{Credential: id("a"), Address: elsewhere}, want: seen},
 		"unknown origin":               {record: other},
-		"rotation of the recorded one": {record: other, issued: certificates{issued("a", "b", time.Hour)}, want: with(func(r *csrpolicy.Record) { r.Previous = id("b") })},
+		"rotation of the recorded one": {record: other, issued: certificates{issued("a", "b", time.Hour)}, want: with(func(r *noderecord.Record) { r.Previous = id("b") })},
 		"rotation of another one":      {record: other, issued: certificates{issued("a", "c", time.Hour)}},
 		"bootstrap token":              {record: other, issued: token},
 
-		"wiped volume":                       {record: with(func(r *csrpolicy.Record) { r.Credential, r.Volume = id("b"), "other" }), issued: token, want: record},
-		"other node ID on the same volume":   {record: with(func(r *csrpolicy.Record) { r.Credential, r.NodeID = id("b"), "other" })},
-		"other node ID without known volume": {record: with(func(r *csrpolicy.Record) { r.Credential, r.NodeID, r.Volume = id("b"), "other", "" }), want: seen},
+		"wiped volume":                       {record: with(func(r *noderecord.Record) { r.Credential, r.Volume = id("b"), "other" }), issued: token, want: record},
+		"other node ID on the same volume":   {record: with(func(r *noderecord.Record) { r.Credential, r.NodeID = id("b"), "other" })},
+		"other node ID without known volume": {record: with(func(r *noderecord.Record) { r.Credential, r.NodeID, r.Volume = id("b"), "other", "" }), want: seen},
 		"machine reports no volume":          {record: other, edit: noVolume},
 		"machine reports no node ID": {
-			record: with(func(r *csrpolicy.Record) { r.Credential, r.Volume = id("b"), "" }), edit: func(e *csrpolicy.Evidence) { e.Machine.NodeID = "" },
+			record: with(func(r *noderecord.Record) { r.Credential, r.Volume = id("b"), "" }), edit: func(e *csrpolicy.Evidence) { e.Machine.NodeID = "" },
 		},
-		"replaced CA":                 {record: with(func(r *csrpolicy.Record) { r.Credential, r.Issuer = id("b"), "old" }), issued: token, want: record},
-		"replaced CA, unknown origin": {record: with(func(r *csrpolicy.Record) { r.Credential, r.Issuer = id("b"), "old" })},
-		"expired":                     {record: with(func(r *csrpolicy.Record) { r.Credential, r.Expires = id("b"), now.Add(-time.Second) }), want: seen},
+		"replaced CA":                 {record: with(func(r *noderecord.Record) { r.Credential, r.Issuer = id("b"), "old" }), issued: token, want: record},
+		"replaced CA, unknown origin": {record: with(func(r *noderecord.Record) { r.Credential, r.Issuer = id("b"), "old" })},
+		"expired":                     {record: with(func(r *noderecord.Record) { r.Credential, r.Expires = id("b"), now.Add(-time.Second) }), want: seen},
 
-		"recorded, moved":                        {record: with(func(r *csrpolicy.Record) { r.Address = elsewhere }), want: record},
-		"recorded, moved, without known volume":  {record: with(func(r *csrpolicy.Record) { r.Address, r.Volume = elsewhere, "" }), want: record},
-		"recorded without an address":            {record: with(func(r *csrpolicy.Record) { r.Address = netip.Addr{} }), want: record},
-		"recorded, other volume":                 {record: with(func(r *csrpolicy.Record) { r.Volume = "other" }), want: record},
+		"recorded, moved":                        {record: with(func(r *noderecord.Record) { r.Address = elsewhere }), want: record},
+		"recorded, moved, without known volume":  {record: with(func(r *noderecord.Record) { r.Address, r.Volume = elsewhere, "" }), want: record},
+		"recorded without an address":            {record: with(func(r *noderecord.Record) { r.Address = netip.Addr{} }), want: record},
+		"recorded, other volume":                 {record: with(func(r *noderecord.Record) { r.Volume = "other" }), want: record},
 		"recorded, moved to another volume":      {record: moved, want: moved},
-		"recorded, moved, machine has no volume": {record: with(func(r *csrpolicy.Record) { r.Address = elsewhere }), edit: noVolume, want: with(func(r *csrpolicy.Record) { r.Address = elsewhere })},
-		"wiped volume of a machine elsewhere":    {record: with(func(r *csrpolicy.Record) { *r = moved; r.Credential = id("b") }), issued: token},
+		"recorded, moved, machine has no volume": {record: with(func(r *noderecord.Record) { r.Address = elsewhere }), edit: noVolume, want: with(func(r *noderecord.Record) { r.Address = elsewhere })},
+		"wiped volume of a machine elsewhere":    {record: with(func(r *noderecord.Record) { *r = moved; r.Credential = id("b") }), issued: token},
 		"wiped volume, recorded without an address": {
-			record: with(func(r *csrpolicy.Record) { *r = moved; r.Credential, r.Address = id("b"), netip.Addr{} }), issued: token,
+			record: with(func(r *noderecord.Record) { *r = moved; r.Credential, r.Address = id("b"), netip.Addr{} }), issued: token,
 		},
-		"replaced CA, elsewhere": {record: with(func(r *csrpolicy.Record) { r.Credential, r.Issuer, r.Address = id("b"), "old", elsewhere }), issued: token},
-		"expired, elsewhere": {record: with(func(r *csrpolicy.Record) {
+		"replaced CA, elsewhere": {record: with(func(r *noderecord.Record) { r.Credential, r.Issuer, r.Address = id("b"), "old", elsewhere }), issued: token},
+		"expired, elsewhere": {record: with(func(r *noderecord.Record) {
 			r.Credential, r.Expires, r.Address = id("b"), now.Add(-time.Second), elsewhere
 		})},
 		"machine without an address of its Node": {
@@ -121,7 +122,7 @@ func TestReview_ComparesCredentialWithRecord(t *testing.T) {
 				test.edit(&s.evidence)
 			}
 
-			unexpected, decision, want := test.want == csrpolicy.Record{}, csrpolicy.Approved, csrpolicy.CodeVerified
+			unexpected, decision, want := test.want == noderecord.Record{}, csrpolicy.Approved, csrpolicy.CodeVerified
 			if unexpected && enforce {
 				decision, want = csrpolicy.Pending, csrpolicy.CodeUnexpectedCredential
 			}
@@ -129,8 +130,74 @@ func TestReview_ComparesCredentialWithRecord(t *testing.T) {
 			verdict := s.review(t)
 			assert.Equal(t, decision, verdict.Decision, "%s, enforce %t", name, enforce)
 			assert.Equal(t, want, codes(verdict), "%s, enforce %t", name, enforce)
+			assert.Equal(t, test.want.Credential != "" && !s.evidence.Credentials.Follow().Has(id("a")), verdict.Record.IsWorker, "%s: made for a worker", name)
+
+			verdict.Record.IsWorker = false
 			assert.Equal(t, test.want, verdict.Record, name)
 			assert.Equal(t, unexpected, verdict.Unexpected != "", name)
+		}
+	}
+}
+
+// A control-plane machine with the extension states its certificate itself: what responds at its address, and a bootstrap
+// token, do not replace it.
+func TestReview_RecordsForControlPlaneWhatItsMachineStated(t *testing.T) {
+	type certificates = []csrpolicy.ClientCertificate
+
+	address := netip.MustParseAddr("10.0.0.10")
+	byLeader := noderecord.Record{Credential: id("b"), Volume: id("other"), Address: address} // at whose address another volume is
+	stated := byLeader
+	stated.Stated = id("b")
+	expired := stated
+	expired.Expires = now.Add(-time.Second)
+	rotated := stated
+	rotated.Credential, rotated.Previous = id("c"), id("b")
+
+	const (
+		unstated = "; a machine that runs the talos-ccm extension states its own"
+		itself   = ", which the machine itself stated"
+	)
+
+	for name, test := range map[string]struct {
+		record noderecord.Record
+		issued certificates
+		pod    string // why it is unexpected if a pod leads; empty if it is recorded
+		want   string // the same, if an extension leads
+	}{
+		"first registration":                   {issued: certificates{issued("a", "", -time.Second)}},
+		"first registration, a rotation later": {issued: certificates{issued("a", "b", time.Minute), issued("b", "", -time.Second)}},
+		"unknown origin":                       {want: "none is recorded" + unstated},
+		"rotation of unknown origin":           {issued: certificates{issued("a", "b", time.Minute)}, want: "none is recorded" + unstated},
+		"bootstrap token for existing Node": {
+			issued: certificates{issued("a", "", time.Minute)},
+			pod:    "none is recorded, and this one goes back to a bootstrap token that was used after the Node was created",
+			want:   "none is recorded, and this one goes back to a bootstrap token that was used after the Node was created" + unstated,
+		},
+		"another volume":                        {record: byLeader, want: id("b") + unstated},
+		"rotation of the recorded one":          {record: byLeader, issued: certificates{issued("a", "b", time.Hour)}},
+		"another volume, stated":                {record: stated, pod: id("b") + itself, want: id("b") + itself},
+		"expired, stated":                       {record: expired, pod: id("b") + itself, want: id("b") + itself},
+		"another volume, previous one stated":   {record: rotated, pod: id("c") + itself, want: id("c") + itself},
+		"rotation of the stated one":            {record: stated, issued: certificates{issued("a", "b", time.Hour)}},
+		"late certificate, stated":              {record: stated, issued: certificates{issued("a", "", time.Hour)}, pod: id("b") + itself, want: id("b") + itself},
+		"rotation of another than a stated one": {record: stated, issued: certificates{issued("a", "x", time.Hour)}, pod: id("b") + itself, want: id("b") + itself},
+	} {
+		for _, require := range []bool{false, true} {
+			s := asks("cp-1").with("a")
+			s.evidence.Machine.NodeID, s.evidence.Machine.EphemeralID, s.evidence.Machine.Endpoint = "node-id", "volume", address
+			s.evidence.Credentials = csrpolicy.Credentials{Record: test.record, Issued: test.issued, NodeCreated: created}
+			s.evidence.Policy.EnforceCredential, s.evidence.Policy.RequireStatement = true, require
+
+			want := test.pod
+			if require {
+				want = test.want
+			}
+
+			verdict := s.review(t)
+			assert.True(t, strings.HasSuffix(verdict.Unexpected, want), "%s, require %t: %s", name, require, verdict.Unexpected)
+			assert.Equal(t, want != "", verdict.Unexpected != "", "%s, require %t", name, require)
+			assert.Equal(t, want == "", verdict.Record.Has(id("a")), "%s, require %t", name, require)
+			assert.False(t, verdict.Record.IsWorker, name)
 		}
 	}
 }
@@ -138,12 +205,12 @@ func TestReview_ComparesCredentialWithRecord(t *testing.T) {
 // The description tells the kubelet's request from an attacker's.
 func TestReview_DescribesUnexpectedCredential(t *testing.T) {
 	address := netip.MustParseAddr("10.0.0.10")
-	record := csrpolicy.Record{Credential: "c0ffee", Expires: now.Add(time.Hour), Address: address}
+	record := noderecord.Record{Credential: "c0ffee", Expires: now.Add(time.Hour), Address: address}
 	token := issued("a", "", time.Hour)
 	token.Serial = "5F"
 
 	for name, test := range map[string]struct {
-		record   csrpolicy.Record
+		record   noderecord.Record
 		issued   []csrpolicy.ClientCertificate
 		endpoint netip.Addr
 		want     string
@@ -156,18 +223,18 @@ func TestReview_DescribesUnexpectedCredential(t *testing.T) {
 				`, is not the recorded one of Node "worker-1": c0ffee`,
 		},
 		"rotation of another one": {
-			csrpolicy.Record{Credential: "c0ffee"},
+			noderecord.Record{Credential: "c0ffee"},
 			[]csrpolicy.ClientCertificate{issued("a", "x", time.Hour)},
 			address,
 			"serial number , requested with " + id("x") + " at " + created.Add(time.Hour).Format(time.RFC3339) + `, is not the recorded one of Node "worker-1": c0ffee`,
 		},
 		"machine elsewhere": {
-			csrpolicy.Record{Credential: "c0ffee", Address: address},
+			noderecord.Record{Credential: "c0ffee", Address: address},
 			nil, netip.MustParseAddr("10.0.0.99"),
 			"of unknown origin, first seen at " + now.Format(time.RFC3339) + `, is not the recorded one of Node "worker-1": c0ffee, of the machine at 10.0.0.10; now a machine at 10.0.0.99 responds`,
 		},
 		"no record": {
-			csrpolicy.Record{},
+			noderecord.Record{},
 			[]csrpolicy.ClientCertificate{token},
 			address,
 			"serial number 5F, requested with a bootstrap token at " + created.Add(time.Hour).Format(time.RFC3339) +
@@ -233,9 +300,12 @@ func TestRecord_FollowsRotations(t *testing.T) {
 		"certificate that was not stored": {credential: "a", issued: unstored, want: "c", wantPrevious: "a"},
 		"another chain":                   {credential: "e", issued: chain, want: "e"},
 	} {
-		got := csrpolicy.Record{Credential: id(test.credential), Previous: id(test.previous)}.Follow(test.issued)
+		credentials := csrpolicy.Credentials{Record: noderecord.Record{Credential: id(test.credential), Previous: id(test.previous)}, Issued: test.issued}
+		got := credentials.Follow()
 		assert.Equal(t, id(test.want), got.Credential, name)
 		assert.Equal(t, id(test.wantPrevious), got.Previous, name)
-		assert.Equal(t, got, got.Follow(test.issued), "%s, again", name)
+
+		credentials.Record = got
+		assert.Equal(t, got, credentials.Follow(), "%s, again", name)
 	}
 }

@@ -23,6 +23,7 @@ import (
 	"time"
 
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
+	"github.com/talos-ccm/talos-ccm/pkg/noderecord"
 )
 
 // Decision is the result of a review or of one check. The zero value is Ignored.
@@ -52,7 +53,7 @@ type Verdict struct {
 	// With Policy.EnforceCredential it is also a reason.
 	Unexpected string
 	// Record is to be written before the request is approved. The zero value means that there is none.
-	Record Record
+	Record noderecord.Record
 }
 
 // Reason is one reason for a verdict.
@@ -167,4 +168,7 @@ type Policy struct {
 	PodCIDRs []netip.Prefix
 	// EnforceCredential keeps requests pending that were made with an unexpected client certificate.
 	EnforceCredential bool
+	// RequireStatement is for a control-plane Node whose machine can state its kubelet's certificate itself: no certificate of
+	// unknown origin and no replacement is recorded for it because of a request.
+	RequireStatement bool
 }

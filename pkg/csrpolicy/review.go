@@ -7,6 +7,8 @@ import (
 	"time"
 
 	certificatesv1 "k8s.io/api/certificates/v1"
+
+	"github.com/talos-ccm/talos-ccm/pkg/noderecord"
 )
 
 // CodeVerified is the code of the only reason to approve a request.
@@ -49,7 +51,7 @@ type checker struct {
 
 	// The results of checkCredential.
 	unexpected string
-	record     Record
+	record     noderecord.Record
 }
 
 // Review returns the decision on a request with all reasons. It is deterministic and does not modify its arguments.

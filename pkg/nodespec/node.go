@@ -7,14 +7,12 @@ import (
 
 	corev1 "k8s.io/api/core/v1"
 	cloudproviderapi "k8s.io/cloud-provider/api"
+
+	"github.com/talos-ccm/talos-ccm/pkg/noderecord"
 )
 
 // osImagePrefix is the prefix of status.nodeInfo.osImage on Talos: "Talos (v1.13.5)", PRETTY_NAME of its os-release.
 const osImagePrefix = "Talos"
-
-// LabelAddress is the address at which the machine responded when the client certificate of its kubelet was recorded,
-// with `-` for `:`.
-const LabelAddress = "talos-ccm.node-restriction.kubernetes.io/credential-address"
 
 // TaintToBeDeleted is the taint that Cluster Autoscaler sets before it deletes a machine. No kubelet can add it to a
 // registered Node. k8s.io/cloud-provider/controllers/service excludes such Nodes, too.
@@ -44,7 +42,7 @@ func IsControlPlane(node *corev1.Node) bool {
 // IsKnown reports whether talos-ccm has labeled the Node, at its initialization or with the record of its kubelet's
 // certificate. The NodeRestriction admission plugin keeps kubelets from setting these labels.
 func IsKnown(node *corev1.Node) bool {
-	return node.Labels[LabelPlatform] != "" || RecordedAddress(node).IsValid()
+	return node.Labels[LabelPlatform] != "" || noderecord.Of(node).Address.IsValid()
 }
 
 // IsUninitialized reports whether the Node has the taint with which kubelets wait for a cloud controller manager.
@@ -91,23 +89,13 @@ func IsScaledDown(node *corev1.Node) bool {
 	return slices.ContainsFunc(node.Spec.Taints, func(t corev1.Taint) bool { return t.Key == TaintToBeDeleted })
 }
 
-// RecordedAddress returns the address of LabelAddress; the zero value if there is none.
-func RecordedAddress(node *corev1.Node) netip.Addr {
-	addr, _ := netip.ParseAddr(strings.ReplaceAll(node.Labels[LabelAddress], "-", ":")) // zero if invalid
-
-	return addr.Unmap()
-}
-
-// AddressLabel returns the value of LabelAddress: no label can contain a colon, or end with one.
-func AddressLabel(addr netip.Addr) string { return strings.ReplaceAll(addr.StringExpanded(), ":", "-") }
-
 // DialAddresses returns the addresses at which to dial the Node's machine, best first. The recorded address is the first,
 // so that a kubelet cannot move a machine that responds there. The kubelet reports the others, and the machine that
 // responds has to prove its identity.
 func DialAddresses(node *corev1.Node) []netip.Addr {
 	var addrs []netip.Addr
 
-	for _, addr := range slices.Concat([]netip.Addr{RecordedAddress(node)}, ProvidedNodeIPs(node), listedIPs(node, corev1.NodeInternalIP)) {
+	for _, addr := range slices.Concat([]netip.Addr{noderecord.Of(node).Address}, ProvidedNodeIPs(node), listedIPs(node, corev1.NodeInternalIP)) {
 		if addr.IsValid() && !slices.Contains(addrs, addr) && len(addrs) < maxDialAddresses {
 			addrs = append(addrs, addr)
 		}

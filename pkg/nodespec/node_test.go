@@ -14,6 +14,7 @@ import (
 
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
+	"github.com/talos-ccm/talos-ccm/pkg/noderecord"
 	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
 )
 
@@ -73,10 +74,10 @@ func TestProvidedNodeIPsAndDialAddresses(t *testing.T) {
 
 	for label, want := range map[string]string{
 		"10.0.0.9": "10.0.0.9 10.0.0.1 10.0.0.2", "10.0.0.2": "10.0.0.2 10.0.0.1", "": "10.0.0.1 10.0.0.2", "worker-1": "10.0.0.1 10.0.0.2",
-		nodespec.AddressLabel(netip.MustParseAddr("2001:db8::")): "2001:db8:: 10.0.0.1 10.0.0.2",
+		"2001-0db8-0000-0000-0000-0000-0000-0000": "2001:db8:: 10.0.0.1 10.0.0.2",
 	} {
 		node := nodeWith("10.0.0.1", "10.0.0.2")
-		node.Labels = map[string]string{nodespec.LabelAddress: label}
+		node.Labels = map[string]string{noderecord.LabelAddress: label}
 		assert.Equal(t, want, texts(nodespec.DialAddresses(node)), label)
 	}
 }

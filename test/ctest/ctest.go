@@ -16,6 +16,7 @@ package ctest
 import (
 	"context"
 	"crypto/tls"
+	"encoding/pem"
 	"errors"
 	"net/netip"
 	"strings"
@@ -25,8 +26,10 @@ import (
 
 	"github.com/siderolabs/talos/pkg/machinery/role"
 	"github.com/stretchr/testify/require"
+	"k8s.io/client-go/rest"
 	"k8s.io/component-base/metrics/legacyregistry"
 
+	"github.com/talos-ccm/talos-ccm/pkg/noderecord"
 	"github.com/talos-ccm/talos-ccm/pkg/talosapi"
 	"github.com/talos-ccm/talos-ccm/pkg/talostest"
 )
@@ -105,6 +108,13 @@ func Metrics(t testing.TB) map[string]float64 {
 	}
 
 	return values
+}
+
+// IDOf returns the ID of the client certificate of a configuration.
+func IDOf(credential *rest.Config) string {
+	block, _ := pem.Decode(credential.CertData)
+
+	return noderecord.ID(block.Bytes)
 }
 
 // NewTalos returns a Talos cluster without machines, which is closed when the test ends.

@@ -13,6 +13,7 @@ import (
 
 	"github.com/talos-ccm/talos-ccm/pkg/controllers/csrapproval"
 	"github.com/talos-ccm/talos-ccm/pkg/csrpolicy"
+	"github.com/talos-ccm/talos-ccm/pkg/noderecord"
 	"github.com/talos-ccm/talos-ccm/pkg/talostest"
 	"github.com/talos-ccm/talos-ccm/test/ctest"
 	"github.com/talos-ccm/talos-ccm/test/kube"
@@ -93,8 +94,8 @@ func TestPinning_KubeletKeepsItsCertificates(t *testing.T) {
 
 	t.Parallel()
 
-	rotated := s.AwaitNode(w.name, func(n *corev1.Node, asrt *assert.Assertions) { asrt.NotEmpty(n.Labels[csrapproval.LabelPrevious]) })
-	assert.NotEqual(t, first, rotated.Labels[csrapproval.LabelCredential])
+	rotated := s.AwaitNode(w.name, func(n *corev1.Node, asrt *assert.Assertions) { asrt.NotEmpty(n.Labels[noderecord.LabelPrevious]) })
+	assert.NotEqual(t, first, rotated.Labels[noderecord.LabelCredential])
 
 	var added []netip.Addr
 

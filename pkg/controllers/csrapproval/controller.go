@@ -53,6 +53,7 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/internal/queue"
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
+	"github.com/talos-ccm/talos-ccm/pkg/noderecord"
 	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
 )
 
@@ -261,7 +262,7 @@ func (c *Controller) isRecorded(request *csrpolicy.Request, nodename string) boo
 		return false
 	}
 
-	recorded := nodespec.RecordedAddress(node)
+	recorded := noderecord.Of(node).Address
 	isOther := func(subject string) bool { return subject != nodename && subject != machine.CanonicalAddress(recorded) }
 
 	return recorded.IsValid() && !slices.ContainsFunc(request.Subjects, isOther)
@@ -361,7 +362,7 @@ func (c *Controller) review(ctx context.Context, csr *certificatesv1.Certificate
 // decide writes the verdict and reports it. It fails with a conflict if the request has changed, such as by the
 // decision of another approver.
 func (c *Controller) decide(ctx context.Context, csr *certificatesv1.CertificateSigningRequest, r review) error {
-	if err := c.writePin(ctx, r.node, r.verdict.Record); err != nil {
+	if err := c.writeRecord(ctx, r.node, r.verdict.Record); err != nil {
 		return err
 	}
 

@@ -1,7 +1,6 @@
 package csrapproval
 
 import (
-	"cmp"
 	"net/netip"
 	"slices"
 	"time"
@@ -13,6 +12,7 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/csrpolicy"
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
+	"github.com/talos-ccm/talos-ccm/pkg/noderecord"
 	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
 )
 
@@ -80,7 +80,9 @@ func (c *Controller) reviewFor(request *csrpolicy.Request, nodename string, node
 		evidence.Credentials = c.credentials(node)
 
 		for _, deleted := range slices.Backward(c.cfg.Inventory.Claims.Deleted(nodename)) {
-			evidence.Credentials.Record = cmp.Or(evidence.Credentials.Record, pinOf(deleted))
+			if evidence.Credentials.Record.Credential == "" {
+				evidence.Credentials.Record = noderecord.Of(deleted)
+			}
 		}
 	}
 

@@ -23,7 +23,7 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/controllers/csrapproval"
 	"github.com/talos-ccm/talos-ccm/pkg/csrpolicy"
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
-	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
+	"github.com/talos-ccm/talos-ccm/pkg/noderecord"
 	"github.com/talos-ccm/talos-ccm/pkg/talostest"
 	"github.com/talos-ccm/talos-ccm/test/ctest"
 )
@@ -93,21 +93,15 @@ func (s suite) obtain(requester *rest.Config, w worker) (credential *rest.Config
 	return s.Kube.CertificateConfig(certificate, pem.EncodeToMemory(&pem.Block{Type: "EC PRIVATE KEY", Bytes: der})), requestName
 }
 
-func idOf(credential *rest.Config) string {
-	block, _ := pem.Decode(credential.CertData)
-
-	return csrpolicy.CertificateID(block.Bytes)
-}
-
 func (s suite) awaitPinned(w worker, credential *rest.Config) {
 	s.Helper()
-	s.AwaitNode(w.name, ctest.Labeled(csrapproval.LabelCredential, idOf(credential)))
+	s.AwaitNode(w.name, ctest.Labeled(noderecord.LabelCredential, ctest.IDOf(credential)))
 }
 
 // awaitRemedy waits for the Event on an unexpected credential. It is not truncated.
 func (s suite) awaitRemedy(name string) {
 	s.Helper()
-	s.AwaitEvent(name, csrapproval.ReasonUnexpectedCredential, csrapproval.LabelCredential+"="+csrpolicy.CredentialID(s.get(name)))
+	s.AwaitEvent(name, csrapproval.ReasonUnexpectedCredential, noderecord.LabelCredential+"="+csrpolicy.CredentialID(s.get(name)))
 }
 
 // assertUnexpected fails unless the request stays pending because of its credential, with an Event that has the remedy.
@@ -132,7 +126,7 @@ func (s suite) assertStolenUseless(w worker) {
 
 func (s suite) label(w worker, credential string) {
 	s.Helper()
-	s.PatchNode(w.name, "", `{"metadata":{"labels":{"`+csrapproval.LabelCredential+`":"`+credential+`"}}}`)
+	s.PatchNode(w.name, "", `{"metadata":{"labels":{"`+noderecord.LabelCredential+`":"`+credential+`"}}}`)
 }
 
 // The bootstrap token is in the machine configuration of every worker, and obtains a client certificate for any Node.
@@ -142,7 +136,7 @@ func TestPinning_DefersBootstrapTokenForExistingNode(t *testing.T) {
 
 	s.assertStolenUseless(w)
 	s.awaitIssued(s.post(w, request{config: kubelet}))
-	assert.Equal(t, idOf(kubelet), s.Node(w.name).Labels[csrapproval.LabelCredential])
+	assert.Equal(t, ctest.IDOf(kubelet), s.Node(w.name).Labels[noderecord.LabelCredential])
 }
 
 func TestPinning_DefersBootstrapTokenWithoutPin(t *testing.T) {
@@ -173,7 +167,7 @@ func TestPinning_Warns(t *testing.T) {
 	certificate, err := x509.ParseCertificate(block.Bytes)
 	require.NoError(t, err)
 	s.AwaitEvent(name, csrapproval.ReasonUnexpectedCredential, fmt.Sprintf("serial number %X, requested with a bootstrap token", certificate.SerialNumber.Bytes()))
-	assert.Equal(t, idOf(kubelet), s.Node(w.name).Labels[csrapproval.LabelCredential])
+	assert.Equal(t, ctest.IDOf(kubelet), s.Node(w.name).Labels[noderecord.LabelCredential])
 }
 
 func TestPinning_FollowsRotation(t *testing.T) {
@@ -234,7 +228,7 @@ func TestPinning_UnseenRotationNeedsOperator(t *testing.T) {
 
 	pending := s.post(w, request{config: second})
 	s.assertUnexpected(pending)
-	s.label(w, idOf(second))
+	s.label(w, ctest.IDOf(second))
 	s.awaitIssued(pending)
 }
 
@@ -375,7 +369,7 @@ func TestPinning_RecordOutlivesNode(t *testing.T) {
 
 	s.awaitIssued(s.post(w, request{config: kubelet}))
 
-	for _, label := range []string{csrapproval.LabelCredential, csrapproval.LabelContext, nodespec.LabelAddress} {
+	for _, label := range []string{noderecord.LabelCredential, noderecord.LabelContext, noderecord.LabelAddress} {
 		assert.Equal(t, known[label], s.Node(w.name).Labels[label], label)
 	}
 
@@ -409,7 +403,7 @@ func TestPinning_AcceptsRequestsWithoutCredential(t *testing.T) {
 	w, kubelet := s.pinned()
 
 	s.awaitIssued(s.post(w, request{}))
-	assert.Equal(t, idOf(kubelet), s.Node(w.name).Labels[csrapproval.LabelCredential])
+	assert.Equal(t, ctest.IDOf(kubelet), s.Node(w.name).Labels[noderecord.LabelCredential])
 }
 
 func TestPinning_KubeletCannotWriteLabels(t *testing.T) {
@@ -421,7 +415,7 @@ func TestPinning_KubeletCannotWriteLabels(t *testing.T) {
 
 	labels := s.Node(w.name).Labels
 
-	for _, label := range []string{csrapproval.LabelCredential, csrapproval.LabelPrevious, csrapproval.LabelContext, nodespec.LabelAddress} {
+	for _, label := range []string{noderecord.LabelCredential, noderecord.LabelPrevious, noderecord.LabelContext, noderecord.LabelAddress} {
 		for _, value := range []string{"null", `"0"`} {
 			if _, present := labels[label]; !present && value == "null" {
 				continue // changes nothing

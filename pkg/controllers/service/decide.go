@@ -24,6 +24,7 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/internal/events"
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
+	"github.com/talos-ccm/talos-ccm/pkg/noderecord"
 	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
 )
 
@@ -279,7 +280,7 @@ func (s *snapshot) prepare() {
 
 	for _, c := range s.nodes {
 		if nodespec.IsControlPlane(c.node) {
-			s.reserved.Insert(nodespec.RecordedAddress(c.node)) // the machine may not have responded yet
+			s.reserved.Insert(noderecord.Of(c.node).Address) // the machine may not have responded yet
 
 			for _, a := range c.entry.Last.Addresses {
 				if a.Link != machine.LinkIPVS { // these are of other machines

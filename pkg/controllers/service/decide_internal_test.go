@@ -22,6 +22,7 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/csrpolicy"
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
+	"github.com/talos-ccm/talos-ccm/pkg/noderecord"
 	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
 )
 
@@ -578,7 +579,7 @@ func TestDecide_OmitsAddressesThatAWorkerCannotHave(t *testing.T) {
 
 	down := controlPlane
 	down.node, down.entry = controlPlane.node.DeepCopy(), inventory.Entry{}
-	down.node.Labels[nodespec.LabelAddress] = "10.0.0.12"
+	down.node.Labels[noderecord.LabelAddress] = "10.0.0.12"
 
 	kubernetes := newService("kubernetes")
 	kubernetes.Spec.Type, kubernetes.Spec.ClusterIPs = corev1.ServiceTypeClusterIP, []string{"10.96.0.1"}

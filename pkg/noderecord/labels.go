@@ -1,0 +1,185 @@
+package noderecord
+
+import (
+	"encoding/json"
+	"net/netip"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/siderolabs/talos/pkg/machinery/constants"
+	corev1 "k8s.io/api/core/v1"
+)
+
+// Labels of the record. No kubelet can write them (NodeRestriction). Earlier versions do not know the last three and keep
+// them.
+const (
+	// LabelCredential is the ID of the kubelet's client certificate: the first 32 hexadecimal digits of its SHA-256 hash.
+	// An operator may set it.
+	LabelCredential = "talos-ccm.node-restriction.kubernetes.io/credential"
+	// LabelPrevious is the ID of the certificate with which the kubelet requested its client certificate.
+	LabelPrevious = "talos-ccm.node-restriction.kubernetes.io/credential-previous"
+	// LabelContext contains hashes of the Talos node ID, the EPHEMERAL file system and the CA, and the expiry time.
+	LabelContext = "talos-ccm.node-restriction.kubernetes.io/credential-context"
+	// LabelAddress is the address at which the machine responded when the client certificate of its kubelet was recorded,
+	// with `-` for `:`.
+	LabelAddress = "talos-ccm.node-restriction.kubernetes.io/credential-address"
+	// LabelVolume is the ID of the EPHEMERAL file system.
+	LabelVolume = "talos-ccm.node-restriction.kubernetes.io/credential-volume"
+	// LabelStated is the ID of the client certificate that the machine itself stated. Only the instance on the machine
+	// writes it.
+	LabelStated = "talos-ccm.node-restriction.kubernetes.io/credential-stated"
+	// LabelRole is `worker` if the record was made before the Node had the label of the control plane.
+	LabelRole = "talos-ccm.node-restriction.kubernetes.io/credential-role"
+)
+
+// FieldManager owns the labels.
+const FieldManager = "talos-ccm-csr-approval"
+
+const (
+	// unknown is an empty part of the context, and none the certificate of a record without one. It is no hexadecimal
+	// number, so that no certificate's ID begins with it.
+	unknown, none = "0", "none"
+	// keyLength is the length of the start of the certificate's ID in the context.
+	keyLength = 8
+
+	roleWorker = "worker"
+)
+
+// Of reads the record of a Node:
+//   - The context, the volume and the previous certificate count only if the context belongs to the certificate: an operator
+//     may have set another certificate.
+//   - The ID of the volume counts only if the context has its fingerprint: an earlier version may have replaced the context.
+//   - A stated certificate counts only if it is one of the recorded ones.
+//   - On a Node with the label of the control plane, a record that was made for a worker is no record: before Talos has set
+//     the label, any machine of the cluster may have responded for the Node. What the machine stated counts.
+func Of(node *corev1.Node) Record {
+	labels := node.Labels
+	r := Record{Credential: labels[LabelCredential], Address: parseAddress(labels[LabelAddress]), IsWorker: labels[LabelRole] == roleWorker}
+
+	r.readContext(labels)
+
+	if stated := labels[LabelStated]; r.Has(stated) {
+		r.Stated = stated
+	}
+
+	if _, isControlPlane := labels[constants.LabelNodeRoleControlPlane]; isControlPlane && r.IsWorker && r.Stated == "" {
+		return Record{}
+	}
+
+	return r
+}
+
+// readContext reads the labels that count only with the context.
+func (r *Record) readContext(labels map[string]string) {
+	parts := strings.Split(labels[LabelContext], ".")
+	if len(parts) != 5 || parts[0] != contextKey(r.Credential) {
+		return
+	}
+
+	for i, value := range []*string{&r.NodeID, &r.Volume, &r.Issuer} {
+		if part := parts[i+1]; part != unknown {
+			*value = part
+		}
+	}
+
+	if volume := labels[LabelVolume]; r.Volume != "" && strings.HasPrefix(volume, r.Volume) {
+		r.Volume = volume
+	}
+
+	if seconds, err := strconv.ParseInt(parts[4], 10, 64); err == nil && seconds > 0 {
+		r.Expires = time.Unix(seconds, 0).UTC()
+	}
+
+	r.Previous = labels[LabelPrevious]
+}
+
+// Labels are values of labels by key; nil removes a label.
+type Labels map[string]any
+
+// ByLeader returns the labels that the leader writes.
+func (r Record) ByLeader() Labels {
+	labels := r.labels()
+	labels.set(LabelAddress, addressLabel(r.Address))
+
+	return labels
+}
+
+// ByMachine returns the labels that the machine itself writes.
+func (r Record) ByMachine() Labels {
+	labels := r.labels()
+	labels.set(LabelStated, r.Stated)
+
+	return labels
+}
+
+func (r Record) labels() Labels {
+	labels := Labels{LabelCredential: r.Credential, LabelContext: r.context()}
+	labels.set(LabelPrevious, r.Previous)
+
+	var volume, role string
+	if len(r.Volume) == IDLength {
+		volume = r.Volume
+	}
+
+	if r.IsWorker {
+		role = roleWorker
+	}
+
+	labels.set(LabelVolume, volume)
+	labels.set(LabelRole, role)
+
+	return labels
+}
+
+func (l Labels) set(key, value string) {
+	if value == "" {
+		l[key] = nil
+	} else {
+		l[key] = value
+	}
+}
+
+// PatchOf returns the merge patch that writes the labels to a version of a Node. It conflicts with a newer version.
+func (l Labels) PatchOf(node *corev1.Node) ([]byte, error) {
+	return json.Marshal(map[string]any{"metadata": map[string]any{"uid": node.UID, "resourceVersion": node.ResourceVersion, "labels": l}})
+}
+
+// context returns the value of LabelContext: the start of the certificate's ID, the fingerprints of the node ID, the
+// volume and the issuer, and the time of expiry in seconds since 1970.
+func (r Record) context() string {
+	parts := []string{contextKey(r.Credential)}
+
+	for _, value := range []string{r.NodeID, shorten(r.Volume), r.Issuer} {
+		if value == "" {
+			value = unknown
+		}
+
+		parts = append(parts, value)
+	}
+
+	return strings.Join(append(parts, strconv.FormatInt(max(r.Expires.Unix(), 0), 10)), ".")
+}
+
+func contextKey(credential string) string {
+	if credential == "" {
+		return none
+	}
+
+	return credential[:min(keyLength, len(credential))]
+}
+
+// addressLabel returns the value of LabelAddress: no label can contain a colon, or end with one.
+func addressLabel(addr netip.Addr) string {
+	if !addr.IsValid() {
+		return ""
+	}
+
+	return strings.ReplaceAll(addr.StringExpanded(), ":", "-")
+}
+
+func parseAddress(label string) netip.Addr {
+	addr, _ := netip.ParseAddr(strings.ReplaceAll(label, "-", ":")) // zero if invalid
+
+	return addr.Unmap()
+}
