@@ -4,6 +4,7 @@ package e2e_test
 
 import (
 	"context"
+	"encoding/pem"
 	"fmt"
 	"maps"
 	"os"
@@ -13,8 +14,11 @@ import (
 	"testing"
 	"time"
 
+	"github.com/siderolabs/talos/pkg/machinery/constants"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
+
+	"github.com/talos-ccm/talos-ccm/pkg/noderecord"
 )
 
 func TestExtension_RunsUnprivileged(t *testing.T) {
@@ -75,8 +79,29 @@ func checkUnprivileged(pid int) error {
 // calls matches machined's log lines of completed calls. The groups are the method and the roles of the caller.
 var calls = regexp.MustCompile(`\[(/[^]]+)\] .*talos-role=([^;)]*)`)
 
+// checkStated returns an error unless the control-plane machine has stated its kubelet's client certificate.
+func checkStated(ctx context.Context) error {
+	file, err := bed.Shell(ctx, fmt.Sprintf("talosctl -n %s read %s/kubelet-client-current.pem", bed.ControlPlane.Address(), constants.KubeletPKIDir))
+	if err != nil {
+		return err
+	}
+
+	node, err := getNode(ctx, bed.ControlPlane.Name())
+	if err != nil {
+		return err
+	}
+
+	block, _ := pem.Decode(file)
+	if block == nil || noderecord.Of(node).Stated != noderecord.ID(block.Bytes) {
+		return fmt.Errorf("%s has another client certificate than the labels %v", node.Name, node.Labels)
+	}
+
+	return nil
+}
+
 func TestExtension_UsesAdminRoleOnlyForDocumentedCalls(t *testing.T) {
 	eventually(t, checkNodesInitialized)
+	t.Logf("the kubelet's certificate was stated after %s", eventually(t, checkStated).Round(time.Millisecond))
 
 	log, err := bed.ControlPlane.Logs(t.Context(), "machined")
 	require.NoError(t, err)
@@ -98,14 +123,17 @@ func TestExtension_UsesAdminRoleOnlyForDocumentedCalls(t *testing.T) {
 		switch call {
 		case "os:reader /cosi.resource.State/Get", "os:reader /cosi.resource.State/List", "os:reader /cosi.resource.State/Watch":
 		case "os:admin /machine.MachineService/GenerateClientConfiguration", // issue the os:reader certificate
-			"os:admin /cosi.resource.State/Get",   // get LocalhostAdminKubeconfig
-			"os:admin /cosi.resource.State/Watch": // watch LocalhostAdminKubeconfig
+			"os:admin /cosi.resource.State/Get",     // get LocalhostAdminKubeconfig
+			"os:admin /cosi.resource.State/Watch",   // watch LocalhostAdminKubeconfig
+			"os:admin /machine.MachineService/Read": // read the kubelet's client certificate
 		default:
 			t.Errorf("talos-ccm made the undocumented call %s", call)
 		}
 	}
 
-	for _, call := range []string{"os:admin /machine.MachineService/GenerateClientConfiguration", "os:admin /cosi.resource.State/Get"} {
+	for _, call := range []string{
+		"os:admin /machine.MachineService/GenerateClientConfiguration", "os:admin /cosi.resource.State/Get", "os:admin /machine.MachineService/Read",
+	} {
 		assert.Contains(t, counts, call)
 	}
 }

@@ -21,8 +21,8 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/client-go/kubernetes"
 
-	"github.com/talos-ccm/talos-ccm/pkg/controllers/csrapproval"
 	"github.com/talos-ccm/talos-ccm/pkg/csrpolicy"
+	"github.com/talos-ccm/talos-ccm/pkg/noderecord"
 	"github.com/talos-ccm/talos-ccm/test/talos"
 )
 
@@ -138,8 +138,8 @@ func TestServingCertificates_AreIssuedAfterReinstallation(t *testing.T) {
 }
 
 // TestServingCertificates_AreIssuedToReinstalledControlPlane reinstalls the control plane and restores etcd. By default,
-// its kubelet needs the recorded client certificate or, as here, another Talos node ID at the recorded address. Then the
-// kubelet rotates its client certificate.
+// its kubelet needs the recorded client certificate or, as here, that which the machine itself states. Then the kubelet
+// rotates its client certificate.
 func TestServingCertificates_AreIssuedToReinstalledControlPlane(t *testing.T) {
 	eventually(t, checkNodesInitialized)
 
@@ -153,7 +153,7 @@ func TestServingCertificates_AreIssuedToReinstalledControlPlane(t *testing.T) {
 			return err
 		})
 	}
-	recorded(csrapproval.LabelCredential, "")
+	recorded(noderecord.LabelCredential, "")
 
 	m, before, identity := bed.ControlPlane, nodeOf(t, bed.ControlPlane), identityOf(t, bed.ControlPlane)
 	snapshot := filepath.Join(t.TempDir(), "etcd.snapshot")
@@ -179,13 +179,17 @@ func TestServingCertificates_AreIssuedToReinstalledControlPlane(t *testing.T) {
 		return err
 	})
 
-	recorded(csrapproval.LabelCredential, before.Labels[csrapproval.LabelCredential])
+	recorded(noderecord.LabelCredential, before.Labels[noderecord.LabelCredential])
 	t.Logf("the new client certificate was recorded %s after the snapshot", time.Since(start).Round(time.Second))
 	eventually(t, func(ctx context.Context) error { return checkKubelet(ctx, m, m.Address()) })
 	assert.Equal(t, before.UID, nodeOf(t, m).UID, "UID of the Node")
 
-	issued := time.Now()
-	t.Logf("the kubelet's rotation was recorded after %s", recorded(csrapproval.LabelPrevious, before.Labels[csrapproval.LabelPrevious]).Round(time.Second))
+	eventually(t, checkStated)
+
+	issued, reinstalled := time.Now(), nodeOf(t, m).Labels[noderecord.LabelCredential]
+	t.Logf("the kubelet's rotation was recorded after %s", recorded(noderecord.LabelCredential, reinstalled).Round(time.Second))
+	eventually(t, checkStated)
+	assert.Equal(t, reinstalled, nodeOf(t, m).Labels[noderecord.LabelPrevious], "previous certificate")
 
 	// The serving certificate was as short-lived.
 	eventually(t, func(ctx context.Context) error {

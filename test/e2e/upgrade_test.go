@@ -20,7 +20,7 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 
 	"github.com/talos-ccm/talos-ccm/extension"
-	"github.com/talos-ccm/talos-ccm/pkg/controllers/csrapproval"
+	"github.com/talos-ccm/talos-ccm/pkg/noderecord"
 	"github.com/talos-ccm/talos-ccm/test/talos"
 )
 
@@ -151,7 +151,7 @@ func configureAll(t *testing.T) {
 			switch {
 			case err != nil:
 				return err
-			case !hasUpgradeRules(node) || len(node.Spec.PodCIDRs) == 0 || node.Labels[csrapproval.LabelCredential] == "":
+			case !hasUpgradeRules(node) || len(node.Spec.PodCIDRs) == 0 || node.Labels[noderecord.LabelCredential] == "":
 				return fmt.Errorf("%s has labels %v, annotations %v, %+v", node.Name, node.Labels, node.Annotations, node.Spec)
 			}
 		}
