@@ -88,7 +88,7 @@ func requirePublished(t *testing.T, metadata runtime.PlatformMetadataSpec) {
 	}
 }
 
-const platformTable = "| platform | topology | instance type | other fields |"
+const platformTable = "| platform | providerID | Talos also publishes | differs in the CCM |"
 
 func TestDocs_Platforms(t *testing.T) {
 	missing := []string{"container", platforms.MetalPlatform().Name}

@@ -12,8 +12,7 @@ type platform struct {
 // seed is the serial number with which SMBIOS names the data source of nocloud.
 const seed = "ds=nocloud-net;s=http://169.254.169.254/nocloud/"
 
-// platforms are the platforms in docs/reference/platforms.md, in that order. The page links to the providers'
-// documentation, which describes the formats.
+// platforms are the platforms in values.md, in that order. It links to the providers' controller managers.
 var platforms = []platform{
 	{"akamai", map[string]string{
 		"/v1/token":    `["token"]`,

@@ -29,7 +29,7 @@ import (
 )
 
 const (
-	page    = "../../docs/reference/platforms.md"
+	values  = "values.md"
 	timeout = time.Minute
 )
 
@@ -65,17 +65,17 @@ func TestPlatforms(t *testing.T) {
 
 	t.Cleanup(func() { assert.NoError(t, bed.Down()) })
 
-	text, err := os.ReadFile(page)
+	text, err := os.ReadFile(values)
 	require.NoError(t, err)
 
-	// The page is about one release. On others, the machines must be identified.
-	isPage := bed.Release().Minor == "1.14"
-	if isPage {
+	// The values are those of one release. On others, the machines must be identified.
+	hasValues := bed.Release().Minor == "1.14"
+	if hasValues {
 		assert.Contains(t, string(text), "What Talos "+bed.Release().Talos)
 	}
 
 	for i, p := range platforms {
-		if p.name == "alibabacloud" && !isPage {
+		if p.name == "alibabacloud" && !hasValues {
 			continue // since Talos 1.14
 		}
 
@@ -94,7 +94,7 @@ func TestPlatforms(t *testing.T) {
 
 			assert.Empty(t, read.report.Problems)
 
-			if isPage {
+			if hasValues {
 				assert.Equal(t, strings.Join(read.rows(), "\n"), strings.Join(pageRows(string(text), p.name), "\n"))
 			}
 		})
@@ -209,7 +209,7 @@ func (v view) values(field, key string) (list []string) {
 
 func (v view) label(key string) string { return strings.Join(v.values("label", key), "") }
 
-// rows returns the rows of the platform's table without the column for the provider's CCM.
+// rows returns the rows of the platform's table in values.md without the column for the provider's CCM.
 func (v view) rows() (rows []string) {
 	meta := v.machine.Platform
 
@@ -251,7 +251,7 @@ func (v view) rows() (rows []string) {
 	return rows
 }
 
-// pageRows returns the rows of a platform's table on the page in the format of rows.
+// pageRows returns the rows of a platform's table in values.md in the format of rows.
 func pageRows(text, platform string) (rows []string) {
 	_, section, _ := strings.Cut(text, "\n## "+platform+"\n")
 	section, _, _ = strings.Cut(section, "\n## ")
