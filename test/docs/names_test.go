@@ -32,7 +32,6 @@ var theirs = slices.Concat(
 	[]string{"DaemonSet", "IfNotPresent"},                                 // Kubernetes's
 	[]string{"ExtensionServiceConfig", "HostnameConfig", "LocalhostAdminKubeconfig", "NetworkDefaultActionConfig", "NetworkRuleConfig"},                    // Talos's
 	[]string{"KubeControllerManagerConfig", "KubeNetworkConfig", "KubeNodeConfig", "KubeTalosAPIAccessConfig", "KubeletConfig", "UnattendedInstallConfig"}, // Talos's, since 1.14
-	[]string{"ContainerConfig"},                       // Talos's, since 1.15
 	[]string{"DrainInProgress", "MaintenancePlanned"}, // Kubernetes'
 	[]string{"LeaderElection"},                        // client-go's
 	[]string{"NodeRestriction"},                       // the API server's
