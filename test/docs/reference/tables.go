@@ -20,7 +20,7 @@ type tables map[string]string
 var heads = map[string]string{
 	"events":  "| reason | cause | fix |\n|---|---|---|\n",
 	"labels":  "| key | meaning |\n|---|---|\n",
-	"metrics": "| metric | type | labels | meaning |\n|---|---|---|---|\n",
+	"metrics": "| metric | labels | meaning |\n|---|---|---|\n",
 }
 
 // take removes and returns the table of a kind with the rows of directories, both separated by spaces.
@@ -113,7 +113,11 @@ func (t tables) constants(dir string, decl *ast.GenDecl) error {
 	return nil
 }
 
-var constructor = regexp.MustCompile(`^New(Counter|Gauge|Histogram)(Vec)?$`)
+var (
+	constructor = regexp.MustCompile(`^New(Counter|Gauge|Histogram)(Vec)?$`)
+	// number matches what the text of a metric begins with and a table does not need.
+	number = regexp.MustCompile(`^Number of (times that )?`)
+)
 
 // metric adds the metric that a call of package metric creates.
 func (t tables) metric(call *ast.CallExpr) {
@@ -122,8 +126,8 @@ func (t tables) metric(call *ast.CallExpr) {
 		return
 	}
 
-	kind := constructor.FindStringSubmatch(function.Sel.Name)
-	if from, _ := function.X.(*ast.Ident); kind == nil || from == nil || from.Name != "metric" {
+	from, _ := function.X.(*ast.Ident)
+	if !constructor.MatchString(function.Sel.Name) || from == nil || from.Name != "metric" {
 		return
 	}
 
@@ -135,7 +139,7 @@ func (t tables) metric(call *ast.CallExpr) {
 		}
 	}
 
-	t.add("metrics", "`"+args[0]+"`", strings.ToLower(kind[1]), strings.Join(args[2:], ", "), args[1])
+	t.add("metrics", "`"+args[0]+"`", strings.Join(args[2:], ", "), number.ReplaceAllString(args[1], ""))
 }
 
 // literal returns the value of a string literal or of a sum of literals; empty for other expressions.
