@@ -15,7 +15,7 @@ import (
 )
 
 // entry is the draft for the extensions catalog of Sidero Labs.
-const entry = "docs/catalog/talos-ccm"
+const entry = "packaging/catalog/talos-ccm"
 
 // The recipes of bldr, ours and the draft for the catalog, build with the Makefile.
 func TestRecipes_InstallFilesOfImage(t *testing.T) {
@@ -44,9 +44,9 @@ func TestVersion_IsTheSameInAllFiles(t *testing.T) {
 	want := version(t)
 
 	for path, pattern := range map[string]string{
-		"manifest.yaml":                `\n  version: (\S+)\n`,
-		"packaging/chart/Chart.yaml":   `\nversion: (\S+)\n`,
-		"docs/catalog/vars.yaml.draft": `\nTALOS_CCM_VERSION: (\S+)\n`,
+		"manifest.yaml":                     `\n  version: (\S+)\n`,
+		"packaging/chart/Chart.yaml":        `\nversion: (\S+)\n`,
+		"packaging/catalog/vars.yaml.draft": `\nTALOS_CCM_VERSION: (\S+)\n`,
 	} {
 		assert.Equal(t, want, firstMatch(t, pattern, "\n"+read(t, path)), path)
 	}

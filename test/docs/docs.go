@@ -41,13 +41,14 @@ type Checker struct {
 }
 
 // Pages returns the Markdown files of the repository in root by name: those in root itself and of the chart, and all
-// below docs.
+// below docs and packaging/catalog.
 func Pages(root string) (map[string][]byte, error) {
 	pages := map[string][]byte{}
 
 	return pages, fs.WalkDir(os.DirFS(root), ".", func(name string, entry fs.DirEntry, err error) error {
 		switch {
-		case err == nil && entry.IsDir() && !slices.Contains([]string{".", "packaging", "packaging/chart"}, name) && !strings.HasPrefix(name+"/", "docs/"):
+		case err == nil && entry.IsDir() && !slices.Contains([]string{".", "packaging", "packaging/chart"}, name) &&
+			!strings.HasPrefix(name+"/", "docs/") && !strings.HasPrefix(name+"/", "packaging/catalog/"):
 			return fs.SkipDir
 		case err == nil && path.Ext(name) == ".md":
 			pages[name], err = os.ReadFile(filepath.Join(root, name))
