@@ -41,31 +41,37 @@ const (
 
 // Reasons of the Events on Services.
 const (
-	// ReasonNoEligibleNodes: no Node can receive traffic, as the message explains; the Service gets no addresses.
-	// Fix: docs/troubleshooting/load-balancers.md#load-balancer-pending.
+	// ReasonNoEligibleNodes: no Node meets all requirements (docs/guides/load-balancer.md#choose-nodes), as the message
+	// explains; the Service gets no addresses.
+	// Fix: use control-plane machines, too; correct the node selector; with `externalTrafficPolicy: Local`, wait for a
+	// ready pod; with 1:1 NAT, publish internal addresses (docs/guides/load-balancer.md#choose-addresses); workers get no
+	// address of the cluster (docs/guides/load-balancer.md#cluster-addresses).
 	ReasonNoEligibleNodes = "NoEligibleNodes"
 	// ReasonNodesNotReady: no Node that could receive traffic is ready; the Service keeps its addresses, except those of
 	// Nodes that are gone or excluded.
 	// Fix: check the kubelets, or select other Nodes.
 	ReasonNodesNotReady = "NodesNotReady"
-	// ReasonPortConflict: an older Service has the port on an address; the Service gets the other addresses.
+	// ReasonPortConflict: an older Service has the port on an address, or as its node port; the Service gets the other
+	// addresses.
 	// Fix: use another port or node selector; if the older Service is being deleted, find out why its finalizer remains.
 	ReasonPortConflict = "PortConflict"
-	// ReasonPortReserved: Talos, Kubernetes or the configuration uses the port; the Service gets no addresses.
+	// ReasonPortReserved: Talos, Kubernetes, talos-ccm or `service.reservedPorts` has the port; the Service gets no
+	// addresses.
 	// Fix: use another port.
 	ReasonPortReserved = "PortReserved"
 	// ReasonTooManyPorts: the Service has more than 1,000 ports; it gets no addresses.
 	// Fix: divide it into several Services.
 	ReasonTooManyPorts = "TooManyPorts"
-	// ReasonUnsupportedProxyMode: kube-proxy uses IPVS on all Nodes that could receive traffic; the Service keeps their
-	// addresses and gets no new ones.
+	// ReasonUnsupportedProxyMode: kube-proxy uses IPVS (link `kube-ipvs0`) on all Nodes that could receive traffic; the
+	// Service keeps their addresses and gets no new ones.
 	// Fix: set `cluster.proxy.mode: nftables` (Talos 1.14: `KubeProxyConfig`), and reboot.
 	ReasonUnsupportedProxyMode = "UnsupportedProxyMode"
-	// ReasonInvalidAnnotation: an annotation `talos-ccm.dev/…` is invalid or too long; the addresses stay.
+	// ReasonInvalidAnnotation: `talos-ccm.dev/node-selector` is no label selector, or has more than 16 KiB or 100
+	// requirements, or `talos-ccm.dev/addresses` has an unknown value; the addresses stay.
 	// Fix: correct it.
 	ReasonInvalidAnnotation = "InvalidAnnotation"
-	// ReasonOwnershipConflict: another controller has set the addresses of a Service without a class; the addresses
-	// stay.
+	// ReasonOwnershipConflict: with `service.default`: another field manager has set the addresses of a Service without a
+	// class; the addresses stay.
 	// Fix: allow one default per cluster; create the Service again with the right class.
 	ReasonOwnershipConflict = "OwnershipConflict"
 )
