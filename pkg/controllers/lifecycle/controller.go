@@ -74,14 +74,16 @@ import (
 // Reasons of the Events on Nodes. The two about a deletion are those of k8s.io/cloud-provider.
 const (
 	// ReasonShutdown: the machine announced a shutdown and no longer responds; the Node is tainted.
-	// Fix: start the machine.
+	// Fix: start the machine, which removes the taint.
 	ReasonShutdown = "NodeShutdown"
-	// ReasonSilent: machine and kubelet have not responded for a day, without proof that the machine is gone.
+	// ReasonSilent: machine and kubelet have not responded for a day, without proof that the machine is gone: it crashed, was
+	// removed without a reset, or no leader saw the reset.
 	// Fix: delete the Node, or enable more proofs: docs/guides/node-lifecycle.md#delete-more-nodes.
 	ReasonSilent = "MachineSilent"
 	// ReasonMissing: with `lifecycle.discovery`: most control-plane machines have listed the machine as a member for 35
 	// minutes, but it has no Node.
-	// Fix: docs/troubleshooting/lifecycle.md#node-tainted-or-deleted.
+	// Fix: if the machine works, `talosctl service kubelet restart`; ignore it with `skipNodeRegistration`, or if discovery
+	// lists a machine that does not exist.
 	ReasonMissing = "NodeMissing"
 	// ReasonGone: there is proof that the machine is gone; the grace period has begun.
 	// Fix: none, see docs/guides/node-lifecycle.md#what-happens-to-a-node.
@@ -92,11 +94,12 @@ const (
 	// Fix: docs/troubleshooting/installation.md#kubernetes-api-errors.
 	ReasonDeletingFailed = "DeletingNodeFailed"
 	// ReasonDeletionLimited: the deletion is delayed: a tenth of the Nodes was deleted in ten minutes.
-	// Fix: wait, or delete the Node.
+	// Fix: wait, or delete the Node as the message says.
 	ReasonDeletionLimited = "DeletionLimited"
 	// ReasonDeletionPaused: not deleted: fewer than half of the machines respond, or the proof is weak
 	// (docs/guides/node-lifecycle.md#limits).
-	// Fix: restore the connection to the machines, or delete the Node.
+	// Fix: restore the connection to the machines (docs/troubleshooting/nodes.md#machine-unreachable), or delete the Node
+	// as the message says.
 	ReasonDeletionPaused = "DeletionPaused"
 	// ReasonDeletionDisabled: the Node would be deleted without `lifecycle.dryRun`.
 	// Fix: remove `lifecycle.dryRun`, or delete the Node.

@@ -65,9 +65,10 @@ const (
 	// ReasonIdentityMismatch: the machine at the Node's address has another nodename.
 	// Fix: docs/troubleshooting/nodes.md#identity-mismatch.
 	ReasonIdentityMismatch = "IdentityMismatch"
-	// ReasonOwnershipConflict: another field manager set a label, annotation or taint to a different value, and talos-ccm
-	// skips that key; or it replaced the addresses twice within an hour, and talos-ccm restores them.
-	// Fix: choose one owner, see docs/troubleshooting/nodes.md#skipped-values.
+	// ReasonOwnershipConflict: Talos (`machine.nodeLabels`, in 1.14 `KubeNodeConfig`), a controller or a person set a label,
+	// annotation or taint to a different value, and talos-ccm skips that key; or another client replaced the addresses
+	// twice within an hour, and talos-ccm restores them.
+	// Fix: choose one owner (docs/guides/coexistence.md#ownership-rules); to let the rule own the key, delete the key.
 	ReasonOwnershipConflict = "OwnershipConflict"
 	// ReasonInvalidValue: a value of a rule or machine is skipped: Kubernetes does not accept it, no certificate could
 	// contain it, or another machine reports it; or the rule for a providerID fails; or the machine exceeds a limit
@@ -75,9 +76,10 @@ const (
 	// Fix: docs/troubleshooting/nodes.md#skipped-values.
 	ReasonInvalidValue = "InvalidValue"
 	// ReasonTopologyChanged: the machine or a rule sets another region or zone; the Node keeps its own.
-	// Fix: docs/troubleshooting/nodes.md#topology-changed.
+	// Fix: correct the metadata or the rule, or accept the new value:
+	// docs/guides/labels-and-taints.md#change-a-region-or-zone.
 	ReasonTopologyChanged = "TopologyChanged"
-	// ReasonProviderIDInUse: another Node already has this providerID.
+	// ReasonProviderIDInUse: another Node already has this providerID: clones, or a machine with a new name.
 	// Fix: delete the Node that no longer exists; give clones identities of their own.
 	ReasonProviderIDInUse = "ProviderIDInUse"
 	// ReasonProviderIDMismatch: the providerID names another instance than the machine, or two machines have the hostname.
