@@ -194,7 +194,7 @@ func (c *Checker) machineConfig(text string) error {
 
 	for _, document := range loaded.Documents() {
 		switch document := document.(type) {
-		case *v1alpha1.Config, *k8s.KubeletConfigV1Alpha1, *k8s.KubeControllerManagerConfigV1Alpha1:
+		case *v1alpha1.Config, *k8s.KubeletConfigV1Alpha1, *k8s.KubeControllerManagerConfigV1Alpha1, *k8s.KubeProxyConfigV1Alpha1:
 			// Patches are not complete.
 		case talosconfig.Validator:
 			_, invalid := document.Validate(nil) // such documents do not depend on the mode
