@@ -214,32 +214,3 @@ func checkTexts(rule rulefmt.Rule) (problems []string) {
 
 	return problems
 }
-
-func TestAlerts_AreDocumented(t *testing.T) {
-	content, err := os.ReadFile(guide)
-	if err != nil {
-		t.Fatal(err)
-	}
-
-	var documented, wanted []string
-
-	for _, row := range regexp.MustCompile("(?m)^\\| `(\\w+)` \\| (\\w+) \\| (\\w*) ?\\|").FindAllStringSubmatch(string(content), -1) {
-		documented = append(documented, strings.Join(row[1:], " "))
-	}
-
-	for _, alert := range loadAlerts(t) {
-		hold := ""
-		if alert.HoldDuration() > 0 {
-			hold = model.Duration(alert.HoldDuration()).String()
-		}
-
-		wanted = append(wanted, strings.Join([]string{alert.Name(), alert.Labels().Get("severity"), hold}, " "))
-	}
-
-	slices.Sort(documented)
-	slices.Sort(wanted)
-
-	if !slices.Equal(documented, wanted) {
-		t.Errorf("the guide lists\n%s\nwant\n%s", strings.Join(documented, "\n"), strings.Join(wanted, "\n"))
-	}
-}
