@@ -16,9 +16,10 @@ var logged = regexp.MustCompile(`(?:logger|klog\.FromContext\(ctx\)|klog\.Backgr
 var normal = []string{
 	"Allocating pod CIDRs", "API server endpoint or CA changed; recreating clients", "Applied configuration", "Approved CSR",
 	"Assigned pod CIDRs", "Deleted node", "Initialized node", "Local machine is a control-plane machine; starting",
-	"Recorded client certificate of kubelet", "Started controller", "Starting talos-ccm",
-	"Stated client certificate of kubelet", "Updated lifecycle taints",
-	"Updated load balancer", "Updated node", "Watching local machine", "Watching machine",
+	"Local machine is not an active control-plane machine; idling", "Recorded client certificate of kubelet",
+	"Started controller", "Starting talos-ccm", "Stated client certificate of kubelet", "Updated lifecycle taints",
+	"Updated load balancer", "Updated node", "Waiting for the local machine to become a control-plane machine",
+	"Watching local machine", "Watching machine",
 }
 
 // TestTroubleshooting_IsComplete checks that messages of the log are on a page, except the normal ones. For the reasons of
