@@ -21,7 +21,7 @@ const (
 	// Fix: as its code says, see docs/reference/csr-approval.md#pending-csrs.
 	ReasonDeferred = "CSRDeferred"
 	// ReasonDenied: the CSR was denied.
-	// Fix: docs/troubleshooting/certificates.md#csr-denied.
+	// Fix: as its code says, see docs/reference/csr-approval.md#denied-csrs.
 	ReasonDenied = "CSRDenied"
 	// ReasonUnexpectedCredential: another client certificate than the recorded one was used
 	// (docs/reference/csr-approval.md#credential-pinning).
