@@ -16,7 +16,6 @@ import (
 	"k8s.io/client-go/tools/record"
 
 	"github.com/talos-ccm/talos-ccm/pkg/config"
-	"github.com/talos-ccm/talos-ccm/pkg/internal/backoff"
 	"github.com/talos-ccm/talos-ccm/pkg/internal/events"
 	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
 )
@@ -58,26 +57,16 @@ func NodeOptions(c *config.Compiled, fallback config.ProviderIDFallback) nodespe
 // reportConfiguration emits an Event on the local machine's Node when the configuration becomes invalid, and when it
 // becomes valid again. It returns when ctx ends, and emits nothing outside Talos, where there is no such Node.
 func (m *Manager) reportConfiguration(ctx context.Context, recorder record.EventRecorder) {
-	if m.socket == nil {
+	nodename := m.awaitLocalNodename(ctx)
+	if nodename == "" {
 		return
 	}
 
 	var (
-		node     *corev1.ObjectReference
+		node     = nodeReference(nodename)
 		mu       sync.Mutex
 		reported string
 	)
-
-	err := backoff.Retry(ctx, "Failed to get nodename of local machine; retrying", func(ctx context.Context) error {
-		if node = nodeReference(m.localNodename(ctx)); node.Name == "" {
-			return errors.New("not known yet")
-		}
-
-		return nil
-	})
-	if err != nil {
-		return // ctx has ended
-	}
 
 	report := func() {
 		mu.Lock()

@@ -2,6 +2,7 @@ package ccm
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"net"
 	"slices"
@@ -18,6 +19,8 @@ import (
 
 	"github.com/talos-ccm/talos-ccm/pkg/internal/backoff"
 	"github.com/talos-ccm/talos-ccm/pkg/recorder"
+	"github.com/talos-ccm/talos-ccm/pkg/reflector"
+	"github.com/talos-ccm/talos-ccm/pkg/talosapi"
 )
 
 // localTimeout bounds reads of the local machine: the other machines must not wait for it.
@@ -126,6 +129,30 @@ func (m *Manager) stateCertificate(ctx context.Context, conn connection) {
 
 	r := recorder.Recorder{Client: client, Socket: m.socket, Events: conn.recorder, Clock: m.clock}
 	r.Run(ctx)
+}
+
+// awaitLocalNodename returns the nodename of the local machine once it is known; it is empty outside Talos and if ctx ends.
+func (m *Manager) awaitLocalNodename(ctx context.Context) (nodename string) {
+	if m.socket == nil {
+		return ""
+	}
+
+	_ = backoff.Retry(ctx, "Failed to get nodename of local machine; retrying", func(ctx context.Context) error {
+		if nodename = m.localNodename(ctx); nodename == "" {
+			return errors.New("not known yet")
+		}
+
+		return nil
+	})
+
+	return nodename
+}
+
+// trackLocal has the local machine read over its socket as soon as its nodename is known.
+func (m *Manager) trackLocal(ctx context.Context, refl *reflector.Reflector) {
+	if nodename := m.awaitLocalNodename(ctx); nodename != "" {
+		refl.TrackLocal(nodename, func() (talosapi.State, error) { return talosapi.DialSocket(m.options.MachineSocket) })
+	}
 }
 
 // resetting returns the nodename of the local machine if it is being reset, or an empty string.

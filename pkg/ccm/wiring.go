@@ -87,8 +87,8 @@ func (m *Manager) control(ctx context.Context, conn connection, exceeded chan<- 
 	factory := informers.NewSharedInformerFactoryWithOptions(client, resync, informers.WithTransform(trim))
 	nodes := factory.Core().V1().Nodes()
 
-	dial := m.dialer(ctx, conn.creds, client, nodes)
-	refl := reflector.New(inv, dial, m.clock)
+	refl := reflector.New(inv, m.dialer(conn.creds, client, nodes), m.clock)
+	refl.ReadsMembers = func() bool { return m.settings().Lifecycle.Discovery }
 	readFacts := func() { m.readFacts(refl) }
 
 	defer m.store.Subscribe(readFacts)()
@@ -100,14 +100,13 @@ func (m *Manager) control(ctx context.Context, conn connection, exceeded chan<- 
 	}
 
 	readerConfig := controlplane.Config{
-		Kubernetes: conn.config.Kubeconfig, Client: client, Nodes: nodes, Dial: dial, Clock: m.clock,
+		Kubernetes: conn.config.Kubeconfig, Client: client, Nodes: nodes, Machines: inv, Clock: m.clock,
 	}
 	if m.socket != nil {
-		readerConfig.LocalState = m.socket.Reader
+		readerConfig.Local = refl.Local
 	}
 
 	readerConfig.Hosted, _ = m.options.hosted() // was validated
-	readerConfig.ReadMembers = func() bool { return m.settings().Lifecycle.Discovery }
 	controlPlane := controlplane.New(readerConfig)
 
 	var group sync.WaitGroup
@@ -137,6 +136,7 @@ func (m *Manager) control(ctx context.Context, conn connection, exceeded chan<- 
 
 	group.Go(func() { m.limitMemory(ctx, nodes.Lister(), exceeded) })
 	group.Go(func() { refl.Run(ctx) })
+	group.Go(func() { m.trackLocal(ctx, refl) })
 	group.Go(func() { controlPlane.Run(ctx) })
 	factory.Start(ctx.Done())
 
@@ -180,33 +180,18 @@ func (c connection) newClient() (kubernetes.Interface, error) {
 	return client, nil
 }
 
-// dialer dials the local machine over machine.sock, and all others over the network; control-plane machines only at
-// addresses that no kubelet can write.
-func (m *Manager) dialer(ctx context.Context, creds talosapi.Credentials, client kubernetes.Interface, nodes coreinformers.NodeInformer) talosapi.DialFunc {
-	local := m.localNodename(ctx)
-
+// dialer dials machines over the network; control-plane machines only at addresses that no kubelet can write.
+func (m *Manager) dialer(creds talosapi.Credentials, client kubernetes.Interface, nodes coreinformers.NodeInformer) talosapi.DialFunc {
 	var etcdMembers controlplane.EtcdMembers
 	if m.socket != nil {
 		etcdMembers = m.socket.EtcdMembers
 	}
 
 	addresses := controlplane.NewAddresses(client, nodes.Lister(), etcdMembers, m.clock)
-	guarded := addresses.Guard(func(ctx context.Context, _ string, addr netip.Addr) (talosapi.State, error) {
+
+	return addresses.Guard(func(ctx context.Context, _ string, addr netip.Addr) (talosapi.State, error) {
 		return talosapi.Dial(ctx, creds, addr)
 	})
-
-	return func(ctx context.Context, nodename string, addr netip.Addr) (talosapi.State, error) {
-		if local != "" && nodename == local {
-			st, err := talosapi.DialSocket(m.options.MachineSocket)
-			if err != nil {
-				return nil, err
-			}
-
-			return talosapi.ControlPlane{State: st, Local: true}, nil
-		}
-
-		return guarded(ctx, nodename, addr)
-	}
 }
 
 // nodeOptions returns the options for the Node of a machine.

@@ -29,15 +29,13 @@ func (s *suite) setPodCIDRs(m *talostest.Machine, cidrs ...string) {
 }
 
 func TestReader_NeedsOnlyTheLocalMachine(t *testing.T) {
-	s := newSuite(t, bed.Kube.Config(), func(s *suite, cfg *controlplane.Config) {
-		local := s.Machine(talostest.MachineSpec{Nodename: "local", Type: talosmachine.TypeControlPlane})
-
-		cfg.LocalState = local.State()
+	s := newSuite(t, bed.Kube.Config(), func(s *suite, _ *controlplane.Config) {
+		s.local = s.Machine(talostest.MachineSpec{Nodename: "local", Type: talosmachine.TypeControlPlane, ServeSocket: true})
 
 		// A kubelet can have its Node list any address.
 		register(s.Suite, "local", "192.0.2.1")
 		label(s.Suite, "local")
-		s.setPodCIDRs(local, "10.245.0.0/16")
+		s.setPodCIDRs(s.local, "10.245.0.0/16")
 	})
 
 	var others []*talostest.Machine
@@ -57,10 +55,15 @@ func TestReader_NeedsOnlyTheLocalMachine(t *testing.T) {
 
 	// The network of most machines is needed soon.
 	s.reader.Network().Subscribe(func() {})
+	s.old.Network().Subscribe(func() {})
 	s.refresh()
 	others[0].Start()
-	s.clock.Step(retryPause)
-	ctest.Eventually(s, "most machines are read", func() bool { return len(s.reader.Network().Current().KCMConfigs) == 2 })
+	ctest.Eventually(s, "most machines are read", func() bool {
+		s.step()
+
+		return len(s.reader.Network().Current().KCMConfigs) == 2
+	})
+	s.agree()
 }
 
 func TestReader_NamesTheMachineOfEachReport(t *testing.T) {

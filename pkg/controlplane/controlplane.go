@@ -1,51 +1,47 @@
-// Package controlplane reads the facts about the control plane that controllers depend on: the names and addresses of
-// the cluster itself, for which no kubelet may get a certificate, and how kube-controller-manager assigns pod CIDRs.
+// Package controlplane merges the facts about the control plane that controllers depend on: the names and addresses of
+// the cluster itself, for which no kubelet may get a certificate, how kube-controller-manager assigns pod CIDRs, and the
+// members of the cluster.
 //
 // The facts come from the API server's serving certificate, from Kubernetes objects and from the control-plane
-// machines. A machine is a control-plane machine if its Node has a label that no kubelet can set; the role that the
-// machine reports does not count. Its answers count for the whole cluster. Therefore it is dialed only at addresses that
-// no kubelet can write: TLS proves only that some machine of the cluster has an address. The package writes nothing.
+// machines, which the reflector reads. A machine is a control-plane machine if its Node has a label that no kubelet can
+// set; the role that the machine reports does not count. Its answers count for the whole cluster. Therefore it is dialed
+// only at addresses that no kubelet can write: TLS proves only that some machine of the cluster has an address. The
+// package writes nothing.
 package controlplane
 
 import (
-	"cmp"
 	"context"
-	"fmt"
-	"maps"
-	"net/netip"
 	"reflect"
 	"slices"
+	"strings"
 	"sync"
 	"time"
 
-	"github.com/cosi-project/runtime/pkg/state"
-	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/labels"
 	utilerrors "k8s.io/apimachinery/pkg/util/errors"
+	"k8s.io/apimachinery/pkg/util/wait"
 	coreinformers "k8s.io/client-go/informers/core/v1"
 	"k8s.io/client-go/kubernetes"
 	"k8s.io/client-go/rest"
 	"k8s.io/client-go/tools/cache"
 	"k8s.io/klog/v2"
 	"k8s.io/utils/clock"
-	"k8s.io/utils/ptr"
 
 	"github.com/talos-ccm/talos-ccm/pkg/csrpolicy"
 	"github.com/talos-ccm/talos-ccm/pkg/internal/backoff"
-	"github.com/talos-ccm/talos-ccm/pkg/machine"
+	"github.com/talos-ccm/talos-ccm/pkg/inventory"
 	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
-	"github.com/talos-ccm/talos-ccm/pkg/talosapi"
 )
 
 const (
-	// refreshInterval bounds the age of the facts.
+	// refreshInterval bounds the age of the API server's answers.
 	refreshInterval = 30 * time.Second
 
 	// retryFirst and retryMax pace refreshes while a fact that a controller needs is unknown.
 	retryFirst = 500 * time.Millisecond
 	retryMax   = 5 * time.Second
 
-	// timeout bounds each source.
+	// timeout bounds each source at the API server, and how long the first facts wait for the machines.
 	timeout = 10 * time.Second
 )
 
@@ -56,51 +52,16 @@ type Config struct {
 	Client     kubernetes.Interface
 	// Nodes must not have been started before New.
 	Nodes coreinformers.NodeInformer
-	// Dial returns a talosapi.ControlPlane for the machine of each control-plane Node.
-	Dial talosapi.DialFunc
-	// LocalState is the state of this machine. Its kube-controller-manager configuration is read even while no Node has
-	// the label of the control plane. Nil outside Talos.
-	LocalState state.CoreState
+	// Machines has the machines of all Nodes. It must be empty before New.
+	Machines *inventory.Inventory
+	// Local returns the nodename of the local machine; an empty string if it is not known yet. The configuration of its
+	// kube-controller-manager counts even while no Node has the label of the control plane. Nil outside Talos.
+	Local func() string
 	// Hosted contains the names and addresses of a control plane that has no machines in the cluster, according to the
 	// operator. While no Node has the label of the control plane, no machine has to answer. Nil if the control plane has
 	// machines.
 	Hosted *csrpolicy.ClusterSubjects
-	// ReadMembers reports whether Members is needed now. Nil means never.
-	ReadMembers func() bool
-	Clock       clock.Clock
-}
-
-// Network describes how the control plane is configured to assign addresses.
-type Network struct {
-	// Problem explains to operators why too little is known to assign addresses: the last refresh failed to read the
-	// ServiceCIDRs, or the configuration of kube-controller-manager has not been read on any machine. It is empty if
-	// there is no problem.
-	Problem string
-	// Machines is the number of control-plane machines, whether or not they have been read.
-	Machines int
-	// KCMConfigs are sorted by nodename. A machine that does not respond is listed with its last known configuration,
-	// or not at all.
-	KCMConfigs []KCMConfig
-	// ServiceCIDRs are the CIDRs of the ServiceCIDR API; none in clusters without it. They are kept when they cannot be
-	// read again.
-	ServiceCIDRs []netip.Prefix
-}
-
-// IsMajority reports whether the configuration of kube-controller-manager is known for most of the control-plane
-// machines.
-func (n *Network) IsMajority() bool { return n.Machines == 0 || 2*len(n.KCMConfigs) > n.Machines }
-
-// Allocators returns the nodenames of the kube-controller-managers that assign pod CIDRs.
-func (n *Network) Allocators() []string {
-	var names []string
-
-	for _, config := range n.KCMConfigs {
-		if config.AllocatesNodeCIDRs {
-			names = append(names, config.Nodename)
-		}
-	}
-
-	return names
+	Clock  clock.Clock
 }
 
 // Value is a fact that changes over time. Its methods are safe for concurrent use.
@@ -157,22 +118,30 @@ type Reader struct {
 	identity Value[csrpolicy.ClusterIdentity]
 	network  Value[*Network]
 	members  Value[*Members]
+	changed  chan struct{} // receives after a control-plane machine has changed
 
-	// The last answer of each source; nil or absent if it has never answered. Only Run uses them.
-	certificate, service, serviceCIDRs *csrpolicy.ClusterSubjects                    // certificate is of all API servers
-	certificates                       map[netip.AddrPort]*csrpolicy.ClusterSubjects // by endpoint; see readAPIServers
-	endpoints                          []netip.AddrPort
-	machines                           map[string]machineFacts // by nodename
-	labeled                            bool                    // a Node has the label of the control plane
-	local                              string                  // nodename of the local machine; empty if unknown
-	paused                             bool                    // it was logged that the identity is incomplete
+	// Only Run uses these.
+	apiServer apiServer
+	paused    bool // it was logged that the identity is incomplete
 }
 
 // New returns a Reader that has read nothing yet.
 func New(cfg Config) *Reader {
 	cfg.Nodes.Informer() // has the factory start it
 
-	return &Reader{cfg: cfg, members: Value[*Members]{current: &Members{}}}
+	r := &Reader{cfg: cfg, members: Value[*Members]{current: &Members{}}, changed: make(chan struct{}, 1)}
+
+	cfg.Machines.Subscribe(func(nodename string) {
+		node, err := cfg.Nodes.Lister().Get(nodename)
+		if isLabeled := err == nil && nodespec.IsControlPlane(node); isLabeled || cfg.Local != nil && nodename == cfg.Local() {
+			select {
+			case r.changed <- struct{}{}:
+			default: // Run has not received the last one yet
+			}
+		}
+	})
+
+	return r
 }
 
 // Identity returns the names and addresses for which no kubelet may get a certificate. Its Known becomes true once the
@@ -183,10 +152,10 @@ func (r *Reader) Identity() *Value[csrpolicy.ClusterIdentity] { return &r.identi
 // Network returns how the control plane is configured to assign addresses; nil before the first refresh.
 func (r *Reader) Network() *Value[*Network] { return &r.network }
 
-// Members returns the members of the cluster as of the last refresh; none while Config.ReadMembers returns false.
+// Members returns the members of the cluster as the control-plane machines list them; none while they are not read.
 func (r *Reader) Members() *Value[*Members] { return &r.members }
 
-// Run refreshes the facts until ctx ends. It returns at once if nothing has subscribed to them.
+// Run keeps the facts up to date until ctx ends. It returns at once if nothing has subscribed to them.
 func (r *Reader) Run(ctx context.Context) {
 	if !r.identity.subscribed() && !r.network.subscribed() && !r.members.subscribed() {
 		return
@@ -197,67 +166,95 @@ func (r *Reader) Run(ctx context.Context) {
 		return
 	}
 
+	r.apiServer.read(ctx, r.cfg.Kubernetes, r.cfg.Client)
+
+	// A machine that was not read yet may be the one that assigns pod CIDRs.
+	timer := r.cfg.Clock.NewTimer(timeout)
+	for isWaiting := true; isWaiting && r.facts().isPending(); {
+		isWaiting = r.awaitChange(ctx, timer)
+	}
+
 	delays := backoff.New(retryFirst, retryMax)
 
-	for r.refresh(ctx) {
-		pause, network := refreshInterval, r.network.Current()
+	for ctx.Err() == nil { // else the errors say nothing about the API server
+		r.publish(ctx)
+		timer.Stop()
 
-		if r.identity.subscribed() && !r.identity.Current().Known || r.network.subscribed() && (network.Problem != "" || !network.IsMajority()) {
-			pause = delays.Step()
-		} else {
-			delays = backoff.New(retryFirst, retryMax)
+		timer = r.cfg.Clock.NewTimer(r.pause(&delays))
+		for r.awaitChange(ctx, timer) {
+			r.publish(ctx)
 		}
 
-		if !backoff.Sleep(ctx, r.cfg.Clock, pause) {
-			return
-		}
+		r.apiServer.read(ctx, r.cfg.Kubernetes, r.cfg.Client)
+	}
+
+	timer.Stop()
+}
+
+// pause returns when to read the API server again.
+func (r *Reader) pause(delays *wait.Backoff) time.Duration {
+	network := r.network.Current()
+	if r.identity.subscribed() && !r.identity.Current().Known || r.network.subscribed() && (network.Problem != "" || !network.IsMajority()) {
+		return delays.Step()
+	}
+
+	*delays = backoff.New(retryFirst, retryMax)
+
+	return refreshInterval
+}
+
+// awaitChange waits for a change of a control-plane machine. It returns false if timer fires or ctx ends first.
+func (r *Reader) awaitChange(ctx context.Context, timer clock.Timer) bool {
+	select {
+	case <-ctx.Done():
+		return false
+	case <-timer.C():
+		return false
+	case <-r.changed:
+		return true
 	}
 }
 
-// refresh reads every source once and publishes the facts. It returns false if ctx has ended.
-func (r *Reader) refresh(ctx context.Context) bool {
-	var (
-		group         sync.WaitGroup
-		apiServersErr error
-	)
+// facts returns all that is known.
+func (r *Reader) facts() *facts {
+	f := &facts{apiServer: r.apiServer, hosted: r.cfg.Hosted}
+	f.nodes, _ = r.cfg.Nodes.Lister().List(labels.Everything()) // a list from the cache cannot fail
 
-	group.Go(func() { apiServersErr = r.readAPIServers(ctx) })
+	f.isLabeled = slices.ContainsFunc(f.nodes, nodespec.IsControlPlane)
 
-	serviceCIDRs, serviceCIDRsErr := readServiceCIDRs(ctx, r.cfg.Client)
-	machineErrs := r.readMachines(ctx)
-
-	group.Wait()
-
-	if ctx.Err() != nil {
-		return false // the errors say nothing about the sources
+	for _, node := range f.nodes {
+		// The kubelet writes the operating system: a machine that was tracked counts, whatever it is now.
+		entry := r.cfg.Machines.Get(node.Name)
+		if nodespec.IsControlPlane(node) && (nodespec.IsTalos(node) || entry.Condition != inventory.Unknown) {
+			f.machines = append(f.machines, source{node.Name, entry})
+		}
 	}
 
-	r.serviceCIDRs = cmp.Or(serviceCIDRs, r.serviceCIDRs)
+	if len(f.machines) == 0 && r.cfg.Local != nil && !f.isHosted() {
+		f.machines = []source{{localMachine, r.cfg.Machines.Get(r.cfg.Local())}}
+	}
 
-	identity, logger := r.mergeIdentity(), klog.FromContext(ctx)
+	slices.SortFunc(f.machines, func(a, b source) int { return strings.Compare(a.nodename, b.nodename) })
+
+	return f
+}
+
+// publish publishes the facts that are known now.
+func (r *Reader) publish(ctx context.Context) {
+	facts, logger := r.facts(), klog.FromContext(ctx)
+
+	identity := facts.identity()
 	if r.identity.set(identity) {
 		logger.V(2).Info("Updated names and addresses of the cluster", "identity", identity)
 	}
 
-	r.network.set(r.mergeNetwork(serviceCIDRsErr, machineErrs))
+	r.network.set(facts.network())
+	r.members.set(facts.members())
 
-	members := &Members{SeenBy: map[string]MemberList{}}
-
-	for nodename, facts := range r.machines {
-		if nodename != localMachine {
-			members.ControlPlane++
-		}
-
-		if facts.members != nil {
-			members.SeenBy[nodename] = facts.members
-		}
-	}
-
-	r.members.set(members)
-
-	err := utilerrors.NewAggregate(append(machineErrs, apiServersErr, serviceCIDRsErr))
 	wasPaused := r.paused
 	r.paused = !identity.Known && r.identity.subscribed()
+
+	err := utilerrors.NewAggregate(append(facts.problems(), facts.apiServer.err))
 
 	switch {
 	case r.paused && !wasPaused:
@@ -267,94 +264,4 @@ func (r *Reader) refresh(ctx context.Context) bool {
 	case err != nil:
 		logger.V(2).Info("Failed to read some facts about the control plane; using their last known values", "err", err)
 	}
-
-	return true
-}
-
-// mergeIdentity returns the last answers of all sources, in a fixed order: equal answers must compare as equal.
-func (r *Reader) mergeIdentity() csrpolicy.ClusterIdentity {
-	var none csrpolicy.ClusterSubjects
-
-	certificate, service, serviceCIDRs := ptr.Deref(r.certificate, none), ptr.Deref(r.service, none), ptr.Deref(r.serviceCIDRs, none)
-	answered := !slices.Contains([]*csrpolicy.ClusterSubjects{r.certificate, r.service, r.serviceCIDRs}, nil)
-
-	// The default domain is reserved whether or not the cluster uses it.
-	domains := append(domainsIn(certificate.APIServerNames), machine.DefaultDomain)
-	slices.Sort(domains)
-
-	id := csrpolicy.ClusterIdentity{Domains: slices.Compact(domains), Stated: csrpolicy.ClusterSubjects{
-		APIServerNames: certificate.APIServerNames,
-		APIServerIPs:   slices.Concat(certificate.APIServerIPs, service.APIServerIPs),
-		VIPs:           service.VIPs,
-	}}
-
-	for _, endpoint := range r.endpoints {
-		id.APIServerPorts = append(id.APIServerPorts, int32(endpoint.Port()))
-	}
-
-	report := func(source string, subjects csrpolicy.ClusterSubjects) {
-		id.Reported = append(id.Reported, csrpolicy.Report{Source: source, ClusterSubjects: subjects})
-	}
-
-	nodes, _ := r.cfg.Nodes.Lister().List(labels.Everything()) // a list from the cache cannot fail
-
-	// The kubelets of Nodes in a ServiceCIDR must not have all their requests denied.
-	for _, cidr := range serviceCIDRs.ServiceCIDRs {
-		inCIDR := func(node *corev1.Node) bool { return slices.ContainsFunc(nodespec.DialAddresses(node), cidr.Contains) }
-		if slices.ContainsFunc(nodes, inCIDR) {
-			report("a ServiceCIDR that contains addresses of Nodes", csrpolicy.ClusterSubjects{ServiceCIDRs: []netip.Prefix{cidr}})
-		} else {
-			id.Stated.ServiceCIDRs = append(id.Stated.ServiceCIDRs, cidr)
-		}
-	}
-
-	if r.cfg.Hosted != nil {
-		report("the flags about the hosted control plane", *r.cfg.Hosted)
-	}
-
-	known := 0
-
-	for _, nodename := range slices.Sorted(maps.Keys(r.machines)) {
-		if subjects := r.machines[nodename].subjects; subjects != nil {
-			known++
-
-			report(fmt.Sprintf("machine %q", nodename), *subjects)
-		}
-	}
-
-	hasServices := func(report csrpolicy.Report) bool { return len(report.ServiceCIDRs) > 0 }
-	knowsMachines := r.machines[r.local].subjects != nil || 2*known > len(r.machines) || r.isHosted()
-	id.Known = answered && knowsMachines && (len(id.Stated.ServiceCIDRs) > 0 || slices.ContainsFunc(id.Reported, hasServices))
-
-	return id
-}
-
-// isHosted reports whether Config.Hosted replaces the data of control-plane machines.
-func (r *Reader) isHosted() bool { return r.cfg.Hosted != nil && !r.labeled }
-
-func (r *Reader) mergeNetwork(serviceCIDRsErr error, machineErrs []error) *Network {
-	network := &Network{Machines: len(r.machines)}
-
-	for _, nodename := range slices.Sorted(maps.Keys(r.machines)) {
-		if config := r.machines[nodename].kcm; config != nil {
-			network.KCMConfigs = append(network.KCMConfigs, *config)
-		}
-	}
-
-	if r.serviceCIDRs != nil {
-		network.ServiceCIDRs = r.serviceCIDRs.ServiceCIDRs
-	}
-
-	switch {
-	case serviceCIDRsErr != nil:
-		network.Problem = "Failed to " + serviceCIDRsErr.Error()
-	case len(network.KCMConfigs) == 0 && !r.isHosted():
-		network.Problem = "The configuration of kube-controller-manager is not known for any control-plane machine"
-
-		for _, err := range machineErrs {
-			network.Problem += "; " + err.Error()
-		}
-	}
-
-	return network
 }

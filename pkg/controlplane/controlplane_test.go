@@ -10,6 +10,7 @@ import (
 	"net/http"
 	"net/http/httptest"
 	"net/netip"
+	"reflect"
 	"slices"
 	"strings"
 	"sync"
@@ -31,6 +32,9 @@ import (
 
 	"github.com/talos-ccm/talos-ccm/pkg/controlplane"
 	"github.com/talos-ccm/talos-ccm/pkg/csrpolicy"
+	"github.com/talos-ccm/talos-ccm/pkg/inventory"
+	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
+	"github.com/talos-ccm/talos-ccm/pkg/reflector"
 	"github.com/talos-ccm/talos-ccm/pkg/talosapi"
 	"github.com/talos-ccm/talos-ccm/pkg/talostest"
 	"github.com/talos-ccm/talos-ccm/test/ctest"
@@ -40,8 +44,10 @@ import (
 const (
 	// refresh is longer than any pause of the Reader.
 	refresh = time.Minute
-	// retryPause is longer than its pauses while facts are missing.
-	retryPause = 7 * time.Second
+	// factsInterval is the longest time between two reads of a control-plane machine, and pollStep is longer than the
+	// reflector's pauses while facts are missing.
+	factsInterval = 30 * time.Second
+	pollStep      = 7 * time.Second
 )
 
 var bed ctest.Bed
@@ -50,14 +56,22 @@ func TestMain(m *testing.M) {
 	bed.Main(m, kube.Options{ControllerManager: kube.ControllerManager{Absent: true}}, nil)
 }
 
-// suite is a Talos cluster and a Reader of it.
+// suite is a Talos cluster with a reflector and a Reader of it.
 type suite struct {
 	ctest.Suite
 
-	clock   *clocktesting.FakeClock
-	reader  *controlplane.Reader
-	changes atomic.Int64 // of the identity
-	log     lockedBuffer // of verbosity 0
+	clock        *clocktesting.FakeClock // of the Reader
+	polls        *clocktesting.FakeClock // of the reflector and the inventory
+	inventory    *inventory.Inventory
+	reflector    *reflector.Reflector
+	local        *talostest.Machine // nil outside Talos
+	readsMembers bool
+	reader       *controlplane.Reader
+	changes      atomic.Int64 // of the identity
+	log          lockedBuffer // of verbosity 0
+
+	old      *controlplane.OldReader
+	oldClock *clocktesting.FakeClock
 }
 
 // lockedBuffer is a bytes.Buffer that is safe for concurrent use.
@@ -84,41 +98,65 @@ func (b *lockedBuffer) String() string {
 func newSuite(t *testing.T, config *rest.Config, options ...func(*suite, *controlplane.Config)) *suite {
 	t.Helper()
 
-	s := &suite{Suite: bed.NewSuite(t), clock: clocktesting.NewFakeClock(time.Now())}
+	s := &suite{Suite: bed.NewSuite(t), clock: clocktesting.NewFakeClock(time.Now()), polls: clocktesting.NewFakeClock(time.Now())}
 	s.Talos = ctest.NewTalos(t, talostest.Options{})
+	s.inventory = inventory.New(s.polls.Now)
 
 	factory := informers.NewSharedInformerFactory(s.Client, 0)
-	dial := ctest.Dial(s.Talos)
-	cfg := controlplane.Config{
-		Kubernetes: config,
-		Client:     s.Client,
-		Nodes:      factory.Core().V1().Nodes(),
-		Clock:      s.clock,
-		Dial: func(ctx context.Context, nodename string, addr netip.Addr) (talosapi.State, error) {
-			st, err := dial(ctx, nodename, addr)
+	nodes := factory.Core().V1().Nodes()
+	direct := ctest.Dial(s.Talos)
 
-			return talosapi.ControlPlane{State: st}, err
-		},
-	}
+	s.reflector = reflector.New(s.inventory, func(ctx context.Context, nodename string, addr netip.Addr) (talosapi.State, error) {
+		st, err := direct(ctx, nodename, addr)
+		if node, _ := nodes.Lister().Get(nodename); err != nil || node == nil || !nodespec.IsControlPlane(node) {
+			return st, err
+		}
+
+		return talosapi.ControlPlane{State: st}, nil
+	}, s.polls)
+
+	cfg := controlplane.Config{Kubernetes: config, Client: s.Client, Nodes: nodes, Machines: s.inventory, Clock: s.clock}
 
 	for _, option := range options {
 		option(s, &cfg)
 	}
 
+	s.reflector.ReadsMembers = func() bool { return s.readsMembers }
+
+	s.oldClock = clocktesting.NewFakeClock(time.Now())
+	old := controlplane.OldConfig{
+		Kubernetes: config, Client: s.Client, Nodes: nodes, Hosted: cfg.Hosted, Clock: s.oldClock, ReadMembers: s.reflector.ReadsMembers,
+		Dial: func(ctx context.Context, nodename string, addr netip.Addr) (talosapi.State, error) {
+			st, err := direct(ctx, nodename, addr)
+
+			return talosapi.ControlPlane{State: st}, err
+		},
+	}
+
+	if s.local != nil {
+		cfg.Local = s.local.Nodename
+		old.LocalState = s.local.State()
+
+		s.reflector.TrackLocal(s.local.Nodename(), func() (talosapi.State, error) { return talosapi.DialSocket(s.local.Socket()) })
+	}
+
+	s.old = controlplane.NewOld(old)
+	s.old.Identity().Subscribe(func() {})
+
 	s.reader = controlplane.New(cfg)
 	s.reader.Identity().Subscribe(func() { s.changes.Add(1) })
 
+	require.NoError(t, s.reflector.FollowNodes(nodes))
 	factory.Start(t.Context().Done())
 
-	ended := make(chan struct{})
+	var group sync.WaitGroup
 
-	go func() {
-		defer close(ended)
+	ctx := klog.NewContext(t.Context(), textlogger.NewLogger(textlogger.NewConfig(textlogger.Output(&s.log))))
 
-		s.reader.Run(klog.NewContext(t.Context(), textlogger.NewLogger(textlogger.NewConfig(textlogger.Output(&s.log)))))
-	}()
-
-	t.Cleanup(func() { <-ended })
+	group.Go(func() { s.reader.Run(ctx) })
+	group.Go(func() { s.reflector.Run(klog.NewContext(ctx, klog.Logger{})) })
+	group.Go(func() { s.old.Run(klog.NewContext(ctx, klog.Logger{})) })
+	t.Cleanup(group.Wait)
 
 	return s
 }
@@ -169,30 +207,96 @@ func (s *suite) await(what string, ok func(csrpolicy.ClusterIdentity) bool) csrp
 			return nil
 		}
 
-		s.clock.Step(refresh)
+		s.step()
 
-		return fmt.Errorf("%s; identity is %+v", what, s.identity())
+		return fmt.Errorf("%s; identity is %+v, network %+v", what, s.identity(), s.reader.Network().Current())
 	})
 	s.awaitIdle()
+	s.agree()
 
 	return s.identity()
 }
 
 func (s *suite) identity() csrpolicy.ClusterIdentity { return s.reader.Identity().Current() }
 
-// refresh triggers a refresh and waits for its end.
+// step triggers a refresh. It advances the time of the reflector only a little, so that sessions can begin.
+func (s *suite) step() {
+	s.Helper()
+	s.polls.Step(pollStep)
+	ctest.Eventually(s, "the machines were read", func() bool { return len(s.outdated()) == 0 })
+
+	for _, clk := range []*clocktesting.FakeClock{s.clock, s.oldClock} {
+		ctest.Eventually(s, "the reader waits", clk.HasWaiters)
+		clk.Step(refresh)
+	}
+}
+
+// outdated returns the control-plane machines that respond and must be read again.
+func (s *suite) outdated() (nodenames []string) {
+	s.Helper()
+
+	for _, m := range s.Talos.Machines() {
+		entry := s.inventory.Get(m.Nodename())
+		if entry.Condition == inventory.Current && entry.Machine.ControlPlane != nil && s.polls.Since(entry.ObservedAt) > factsInterval {
+			nodenames = append(nodenames, m.Nodename())
+		}
+	}
+
+	return nodenames
+}
+
+// refresh has all sources read again, and waits for the end.
 func (s *suite) refresh() {
 	s.Helper()
 
+	for range factsInterval/pollStep + 1 {
+		s.step()
+	}
+
 	s.awaitIdle()
-	s.clock.Step(refresh)
-	s.awaitIdle()
+	s.agree()
 }
 
 func (s *suite) awaitIdle() {
 	s.Helper()
 
 	ctest.Eventually(s, "the reader waits", s.clock.HasWaiters)
+}
+
+// agree waits until both readers have the same facts. The texts of problems may differ.
+func (s *suite) agree() {
+	s.Helper()
+
+	type everything struct {
+		Identity csrpolicy.ClusterIdentity
+		Network  controlplane.Network
+		Problem  bool
+		Members  controlplane.Members
+	}
+
+	facts := func(reader interface {
+		Identity() *controlplane.Value[csrpolicy.ClusterIdentity]
+		Network() *controlplane.Value[*controlplane.Network]
+		Members() *controlplane.Value[*controlplane.Members]
+	},
+	) everything {
+		network := *reader.Network().Current()
+		hasProblem := network.Problem != ""
+		network.Problem = ""
+
+		return everything{reader.Identity().Current(), network, hasProblem, *reader.Members().Current()}
+	}
+
+	ctest.EventuallyNoError(s, func(context.Context) error {
+		if was, is := facts(s.old), facts(s.reader); !reflect.DeepEqual(was, is) {
+			s.step()
+
+			return fmt.Errorf("the old reader has\n%+v, the new one\n%+v", was, is)
+		}
+
+		return nil
+	})
+	s.Log("both readers agree")
 }
 
 func known(id csrpolicy.ClusterIdentity) bool { return id.Known }
@@ -266,7 +370,7 @@ func TestReader_NeedsALabeledNode(t *testing.T) {
 	label(s.Suite, "cp-1")
 	s.await("the identity is known", known)
 
-	assert.Empty(t, liar.Calls())
+	assert.False(t, slices.ContainsFunc(liar.Calls(), func(c talostest.Call) bool { return c.ResourceType == k8s.ControllerManagerConfigType }))
 	assert.Equal(t, 1, strings.Count(s.log.String(), "Cluster identity incomplete"), s.log.String())
 	assert.Equal(t, 1, strings.Count(s.log.String(), "Cluster identity complete"), s.log.String())
 }
@@ -487,10 +591,8 @@ func (s *suite) awaitNetwork(what string, ok func(*controlplane.Network) bool) *
 }
 
 func TestReader_ReadsTheLocalMachineWithoutLabeledNodes(t *testing.T) {
-	s := newSuite(t, bed.Kube.Config(), func(s *suite, cfg *controlplane.Config) {
-		m := s.Machine(talostest.MachineSpec{Nodename: "cp-1", Type: talosmachine.TypeControlPlane})
-
-		cfg.LocalState = m.State()
+	s := newSuite(t, bed.Kube.Config(), func(s *suite, _ *controlplane.Config) {
+		s.local = s.Machine(talostest.MachineSpec{Nodename: "cp-1", Type: talosmachine.TypeControlPlane, ServeSocket: true})
 	})
 
 	network := s.awaitNetwork("the network is known", func(n *controlplane.Network) bool { return n.Problem == "" })
@@ -601,5 +703,5 @@ func TestReader_ReadsNothingWithoutSubscribers(t *testing.T) {
 	factory := informers.NewSharedInformerFactory(nil, 0)
 
 	// Without subscribers Run returns before it uses any of its configuration.
-	controlplane.New(controlplane.Config{Nodes: factory.Core().V1().Nodes()}).Run(t.Context())
+	controlplane.New(controlplane.Config{Nodes: factory.Core().V1().Nodes(), Machines: inventory.New(time.Now)}).Run(t.Context())
 }

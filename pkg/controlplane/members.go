@@ -3,6 +3,8 @@ package controlplane
 import (
 	"fmt"
 	"net/netip"
+
+	"github.com/talos-ccm/talos-ccm/pkg/machine"
 )
 
 // Members are the members of the cluster as its control-plane machines see them (Talos discovery). The zero value is
@@ -11,19 +13,12 @@ type Members struct {
 	// ControlPlane is the number of control-plane Nodes.
 	ControlPlane int
 	// SeenBy are the members by the nodename of the control-plane machine that sees them. It has only machines that
-	// responded in the last refresh.
+	// respond and were read within the last poll.
 	SeenBy map[string]MemberList
 }
 
 // MemberList are members by their nodenames.
-type MemberList map[string]Member
-
-// Member is a member of the cluster.
-type Member struct {
-	NodeID string
-	// Address is its first address; the zero value if it has none.
-	Address netip.Addr
-}
+type MemberList = map[string]machine.Member
 
 // Addresses returns the address of each member that most control-plane machines see, by nodename. The caller owns the map.
 func (m *Members) Addresses() map[string]netip.Addr {

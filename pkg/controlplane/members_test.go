@@ -60,7 +60,7 @@ func TestMembers_AddressesOfThoseThatMostMachinesSee(t *testing.T) {
 }
 
 func TestReader_ReadsTheMembers(t *testing.T) {
-	s := newSuite(t, bed.Kube.Config(), func(_ *suite, cfg *controlplane.Config) { cfg.ReadMembers = func() bool { return true } })
+	s := newSuite(t, bed.Kube.Config(), func(s *suite, _ *controlplane.Config) { s.readsMembers = true })
 	m := s.addControlPlane("members-cp")
 	s.discover(m, "members-cp", "1")
 	s.discover(m, "w-1", "2")
@@ -81,25 +81,30 @@ func TestReader_ReadsTheMembers(t *testing.T) {
 
 // Only the members are unknown then.
 func TestReader_ReadsTheRestOfMachineWithTooManyMembers(t *testing.T) {
-	s := newSuite(t, bed.Kube.Config(), func(_ *suite, cfg *controlplane.Config) { cfg.ReadMembers = func() bool { return true } })
+	s := newSuite(t, bed.Kube.Config(), func(s *suite, _ *controlplane.Config) { s.readsMembers = true })
 	m := s.addControlPlane("crowded-cp")
 
 	member := &v1alpha1.Resource{
 		Metadata: &v1alpha1.Metadata{Namespace: clusterres.NamespaceName, Type: clusterres.MemberType, Version: "1", Phase: "running"},
 		Spec:     &v1alpha1.Spec{},
 	}
-	m.Lie(func(_ proto.Message, stream grpc.ServerStream, honest func() error) error {
+	m.Lie(func(request proto.Message, stream grpc.ServerStream, honest func() error) error {
+		if list, ok := request.(*v1alpha1.ListRequest); !ok || list.GetType() != clusterres.MemberType {
+			return honest()
+		}
+
 		for range 17_000 {
 			if err := stream.SendMsg(&v1alpha1.ListResponse{Resource: member}); err != nil {
 				return err
 			}
 		}
 
-		return honest()
+		return nil
 	})
 
 	s.await("the identity is known", known)
 	assert.Empty(t, s.members().SeenBy)
+	assert.Equal(t, 1, s.members().ControlPlane)
 }
 
 var memberAddress = netip.MustParseAddr("192.0.2.1")

@@ -29,9 +29,9 @@ type Machine struct {
 	// Endpoint is the address at which the machine responds, whatever it reports. On the local machine, whose API is a
 	// socket, it is an address of the Node that the machine has. The zero value is unknown.
 	Endpoint netip.Addr `yaml:"endpoint"`
-	// ControlPlane is true if the machine is verified to be a control-plane machine: it is the local machine, or responds
-	// at an address that no kubelet can write.
-	ControlPlane bool `yaml:"controlPlane,omitempty"`
+	// ControlPlane is nil unless the machine is verified to be a control-plane machine: it is the local machine, or
+	// responds at an address that no kubelet can write.
+	ControlPlane *ControlPlane `yaml:"-"`
 	// EphemeralID is the UUID of the file system or the encrypted volume on the partition EPHEMERAL, on which the
 	// kubelet keeps its certificates. Talos chooses another one whenever it formats the partition. It is empty if there
 	// is no such partition, as in a container, or more than one (block/DiscoveredVolumes).

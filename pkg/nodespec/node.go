@@ -39,10 +39,11 @@ func IsControlPlane(node *corev1.Node) bool {
 	return labeled
 }
 
-// IsKnown reports whether talos-ccm has labeled the Node, at its initialization or with the record of its kubelet's
-// certificate. The NodeRestriction admission plugin keeps kubelets from setting these labels.
+// IsKnown reports whether the Node has the label of the control plane, or talos-ccm has labeled it, at its initialization
+// or with the record of its kubelet's certificate. The NodeRestriction admission plugin keeps kubelets from setting these
+// labels.
 func IsKnown(node *corev1.Node) bool {
-	return node.Labels[LabelPlatform] != "" || noderecord.Of(node).Address.IsValid()
+	return IsControlPlane(node) || node.Labels[LabelPlatform] != "" || noderecord.Of(node).Address.IsValid()
 }
 
 // IsUninitialized reports whether the Node has the taint with which kubelets wait for a cloud controller manager.

@@ -30,6 +30,16 @@ func TestIsTalos(t *testing.T) {
 	}
 }
 
+// A kubelet can set none of these labels.
+func TestIsKnown(t *testing.T) {
+	for label, want := range map[string]bool{
+		"node-role.kubernetes.io/control-plane": true, nodespec.LabelPlatform: true, "node-role.kubernetes.io/worker": false, "team": false,
+	} {
+		node := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Labels: map[string]string{label: "x"}}}
+		assert.Equal(t, want, nodespec.IsKnown(node), label)
+	}
+}
+
 // nodeWith returns a Node whose kubelet reports the node IPs in annotation, and internal addresses.
 func nodeWith(annotation string, internal ...string) *corev1.Node {
 	node := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "worker-1", Annotations: map[string]string{"alpha.kubernetes.io/provided-node-ip": annotation}}}

@@ -1,7 +1,6 @@
 package reflector_test
 
 import (
-	"context"
 	"net/netip"
 	"strconv"
 	"strings"
@@ -23,7 +22,6 @@ import (
 
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
-	"github.com/talos-ccm/talos-ccm/pkg/talosapi"
 	"github.com/talos-ccm/talos-ccm/pkg/talostest"
 )
 
@@ -137,36 +135,6 @@ func TestSession_MachineThatExceedsLimitsIsUnreachable(t *testing.T) {
 			s.stepUntilCurrent(worker, anything)
 		})
 	}
-}
-
-// The whole cluster depends on what machines of the control plane report.
-func TestSession_ControlPlaneKeepsWhatDidNotExceedLimits(t *testing.T) {
-	t.Parallel()
-
-	s := newTimedSuite(t)
-	s.run(func(ctx context.Context, nodename string, addr netip.Addr) (talosapi.State, error) {
-		st, err := s.dial(ctx, nodename, addr)
-
-		return talosapi.ControlPlane{State: st}, err
-	}, s.clock)
-	s.reflector.ReadFacts(machine.FactKindsOf("Links"))
-
-	m := s.machine("cp-1")
-	m.Lie(withLinks(1))
-	s.settle(m)
-
-	before := s.get(m).Machine
-	require.NotEmpty(t, before.ExcludedSubnets)
-
-	m.Lie(withLinks(10_000))
-	s.finalize(m, k8s.NewNodeIPConfig(k8s.NamespaceName, k8s.KubeletID).Metadata(), 101)
-	s.clock.Step(nextPoll)
-	s.awaitView(m, func(m machine.Machine) bool { return len(m.Ignored) == 2 })
-
-	after := s.get(m).Machine
-	after.Ignored = nil
-	assert.Equal(t, before, after)
-	assert.Len(t, s.dials(), 1, "the session goes on")
 }
 
 func TestSession_ShortensErrorsOfMachines(t *testing.T) {

@@ -219,7 +219,7 @@ func FuzzMachine_SendsAnything(f *testing.F) {
 	kinds := machine.BaseKinds().WithFacts(machine.AllFacts).All()
 	track := func(t testing.TB, m *talostest.Machine) {
 		t.Helper()
-		refl.Track(m.Nodename(), []netip.Addr{m.Address()}, false)
+		refl.Track(m.Nodename(), []netip.Addr{m.Address()}, reflector.Unknown)
 		ctest.Eventually(t, m.Nodename()+" has answered", func() bool { return machines.Get(m.Nodename()).Condition != inventory.Unknown })
 	}
 

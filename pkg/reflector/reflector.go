@@ -14,6 +14,11 @@
 // The first view is published when every watch has sent its initial resources and every poll has completed once. Later
 // changes are published together after a short time, since Talos makes related changes one after the other.
 //
+// A session with a verified control-plane machine also reads what the machine knows about the whole cluster: with every
+// poll, at least every 30 s, and every few seconds until all is known. What is absent, refused or too large keeps its
+// last value, in the next sessions, too. Control-plane machines are tried again sooner than others. The local machine is
+// read over its socket, also before it has a Node.
+//
 // A session expires after 30 to 45 minutes, and the next session reads everything again. If a session fails, its last
 // view stays current until a connection attempt fails. From then on, the inventory keeps the view as the view of an
 // unreachable machine.
@@ -26,6 +31,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"math"
 	"net/netip"
 	"slices"
 	"strings"
@@ -40,6 +46,7 @@ import (
 	coreinformers "k8s.io/client-go/informers/core/v1"
 	"k8s.io/klog/v2"
 	"k8s.io/utils/clock"
+	"k8s.io/utils/ptr"
 
 	"github.com/talos-ccm/talos-ccm/pkg/internal/backoff"
 	"github.com/talos-ccm/talos-ccm/pkg/internal/events"
@@ -52,13 +59,13 @@ import (
 
 const (
 	// maxConnecting limits the machines that are read for the first time at once, from the TLS handshake to the first
-	// view. More at once need more memory and save no time. Known Nodes and others have separate limits, and so have steady
-	// and unsteady machines. A machine that stalls delays others for at most slotTime. A machine that drops packets delays
+	// view. More at once need more memory and save no time. Control-plane Nodes, other known Nodes and others have separate
+	// limits, and so have steady and unsteady machines. A machine that stalls delays others for at most slotTime. A machine that drops packets delays
 	// none, because the limits do not include TCP connection attempts.
 	maxConnecting = 32
 	slotTime      = time.Second
 
-	// maxPerAddress limits the sessions at one address, of known Nodes and of others. A machine reports one nodename, so
+	// maxPerAddress limits the sessions at one address, for each Trust. A machine reports one nodename, so
 	// only one Node has a lasting session, unless the machine lies. Others wait at most for addressTime.
 	maxPerAddress = 4
 	addressTime   = 10 * time.Second
@@ -78,6 +85,9 @@ const (
 	reconnectJitter = 5.0
 )
 
+// localAddress stands in for the address of the local machine.
+var localAddress = netip.AddrFrom4([4]byte{127, 0, 0, 1})
+
 var restarts = metric.NewCounter("talosccm_watch_restarts_total",
 	"Number of times that the watches of a machine ended unexpectedly and were restarted.")
 
@@ -96,35 +106,47 @@ type Reflector struct {
 	clock     clock.Clock
 	budget    talosapi.Budget
 
+	// ReadsMembers reports whether the members of the cluster are read from control-plane machines. Nil means never. Do not
+	// change it while Run runs.
+	ReadsMembers func() bool
+
 	mu    sync.Mutex
 	ctx   context.Context //nolint:containedctx // set while Run runs: Track starts tasks, and its callers have no context
 	tasks map[string]*task
 	slots map[slot]chan struct{} // semaphores in use
 	wg    sync.WaitGroup
 
-	kinds machine.Kinds // of new tasks
+	// Of new tasks:
+	kinds     machine.Kinds
+	local     string // nodename of the local machine
+	dialLocal func() (talosapi.State, error)
 }
 
 // task is the goroutine that follows the machine of one Node.
 type task struct {
 	addresses []netip.Addr
 	kinds     machine.Kinds
-	cancel    context.CancelFunc // nil if the task was not started
+	dialLocal func() (talosapi.State, error) // nil unless the machine is the local one
+	cancel    context.CancelFunc             // nil if the task was not started
 	done      chan struct{}
 	outage    backoff.Outage // only the goroutine uses it
 	unsteady  bool           // only the goroutine uses it
-	failed    atomic.Bool    // whether the last attempt to connect to the first address failed
+	// controlPlane has the facts that the last session published; only the goroutine uses it.
+	controlPlane *machine.ControlPlane
+	failed       atomic.Bool // whether the last attempt to connect to the first address failed
 
 	// Under Reflector.mu:
-	known bool            // as nodespec.IsKnown
+	trust Trust
+	node  bool            // the machine has a Node
 	share *talosapi.Share // of the session whose view the inventory keeps; nil if there is none
 	probe func()          // of the established session, if any
 }
 
 // slot is what a semaphore limits: the sessions at an address, or the machines that are read for the first time.
 type slot struct {
-	addr            netip.Addr // zero for the machines that are read for the first time
-	known, unsteady bool       // as in task
+	addr     netip.Addr // zero for the machines that are read for the first time
+	trust    Trust
+	unsteady bool // as in task
 }
 
 // New returns a Reflector that tracks no Node yet.
@@ -174,11 +196,34 @@ func (r *Reflector) FollowNodes(informer coreinformers.NodeInformer) error {
 		}
 
 		if nodespec.IsTalos(after) {
-			r.Track(after.Name, nodespec.DialAddresses(after), nodespec.IsKnown(after))
+			r.Track(after.Name, nodespec.DialAddresses(after), trustIn(after))
 		}
 	})
 
 	return err
+}
+
+// Trust is what is known about a Node that no kubelet can have written.
+type Trust int
+
+const (
+	// Unknown means that a bootstrap token suffices to register the Node. The zero value.
+	Unknown Trust = iota
+	// Known is as nodespec.IsKnown.
+	Known
+	// ControlPlane means that the Node has the label of the control plane.
+	ControlPlane
+)
+
+func trustIn(node *corev1.Node) Trust {
+	switch {
+	case nodespec.IsControlPlane(node):
+		return ControlPlane
+	case nodespec.IsKnown(node):
+		return Known
+	default:
+		return Unknown
+	}
 }
 
 // nodeUpdated reconnects if the role of the Node has changed, or if it became ready and the last attempt to connect
@@ -193,8 +238,8 @@ func (r *Reflector) nodeUpdated(before, after *corev1.Node) {
 }
 
 // Track follows the machine of the Node nodename at one of addresses. If the Node is already tracked, Track restarts the
-// task for other addresses only. Machines of Nodes that are not known share a talosapi.Budget.
-func (r *Reflector) Track(nodename string, addresses []netip.Addr, known bool) {
+// task for other addresses only. Machines of Unknown Nodes share a talosapi.Budget.
+func (r *Reflector) Track(nodename string, addresses []netip.Addr, trust Trust) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 
@@ -204,8 +249,34 @@ func (r *Reflector) Track(nodename string, addresses []netip.Addr, known bool) {
 		r.tasks[nodename] = t
 	}
 
-	t.known = known
+	t.trust, t.node = trust, true
 	t.keep(t.share)
+}
+
+// TrackLocal follows the machine that this process runs on, also before it has a Node. dial connects to it, whatever the
+// addresses of its Node.
+func (r *Reflector) TrackLocal(nodename string, dial func() (talosapi.State, error)) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+
+	r.local, r.dialLocal = nodename, dial
+
+	var addresses []netip.Addr
+
+	old := r.tasks[nodename]
+	if old != nil {
+		addresses = old.addresses
+	}
+
+	r.tasks[nodename] = r.start(nodename, addresses, old)
+}
+
+// Local returns the nodename of the local machine; an empty string before TrackLocal.
+func (r *Reflector) Local() string {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+
+	return r.local
 }
 
 // renew dials the machine of a tracked Node again, if needed. Its entry in the inventory stays until then.
@@ -267,7 +338,11 @@ func (r *Reflector) Untrack(nodename string) {
 func (r *Reflector) start(nodename string, addresses []netip.Addr, old *task) *task {
 	t := &task{addresses: addresses, kinds: r.kinds, done: make(chan struct{})}
 	if old != nil {
-		t.known = old.known
+		t.trust, t.node = old.trust, old.node
+	}
+
+	if nodename == r.local {
+		t.dialLocal = r.dialLocal
 	}
 
 	if r.ctx == nil {
@@ -284,7 +359,7 @@ func (r *Reflector) start(nodename string, addresses []netip.Addr, old *task) *t
 		old.stop()
 
 		if old != nil {
-			t.outage, t.unsteady = old.outage, old.unsteady
+			t.outage, t.unsteady, t.controlPlane = old.outage, old.unsteady, old.controlPlane
 			t.failed.Store(old.failed.Load())
 
 			r.mu.Lock()
@@ -340,26 +415,43 @@ func (r *Reflector) follow(ctx context.Context, nodename string, t *task) {
 				delay = delays.Step()
 			}
 		} else {
-			r.report(t.outage.Failed(klog.FromContext(ctx), r.clock.Now()), nodename, err)
+			r.report(t.outage.Failed(klog.FromContext(ctx), r.clock.Now()), nodename, t, err)
 
 			t.failed.Store(true)
 
-			delay = delays.Step()
+			delay = min(delays.Step(), r.maxDelay(t))
 		}
 
 		backoff.Sleep(ctx, r.clock, delay)
 	}
 }
 
+// maxDelay limits the delay after a failed attempt. The whole cluster depends on the facts of control-plane machines.
+func (r *Reflector) maxDelay(t *task) time.Duration {
+	switch {
+	case r.trustOf(t) != ControlPlane:
+		return math.MaxInt64
+	case t.controlPlane.IsComplete():
+		return factsInterval
+	default:
+		return factsRetryMax
+	}
+}
+
 // watchAny tries the addresses in order until a session was established at one of them. It returns when that session ends.
 func (r *Reflector) watchAny(ctx context.Context, nodename string, t *task) (established bool, err error) {
-	if len(t.addresses) == 0 {
+	addresses := t.addresses
+	if t.dialLocal != nil {
+		addresses = []netip.Addr{localAddress}
+	}
+
+	if len(addresses) == 0 {
 		return false, errors.New("node has no address to connect to")
 	}
 
 	var errs []error
 
-	for _, addr := range t.addresses {
+	for _, addr := range addresses {
 		established, err := r.watch(ctx, nodename, addr, t)
 		if established || ctx.Err() != nil {
 			return established, err
@@ -373,7 +465,12 @@ func (r *Reflector) watchAny(ctx context.Context, nodename string, t *task) (est
 
 // watch runs one session with the machine at addr.
 func (r *Reflector) watch(ctx context.Context, nodename string, addr netip.Addr, t *task) (established bool, err error) {
-	share := r.newShare(t)
+	trust := r.trustOf(t)
+
+	var share *talosapi.Share
+	if trust == Unknown {
+		share = r.budget.NewShare()
+	}
 
 	defer func() {
 		if !established {
@@ -381,14 +478,14 @@ func (r *Reflector) watch(ctx context.Context, nodename string, addr netip.Addr,
 		}
 	}()
 
-	st, err := r.dial(talosapi.WithShare(ctx, share), nodename, addr)
+	st, err := r.connect(talosapi.WithShare(ctx, share), nodename, addr, t)
 	if err != nil {
 		return false, err
 	}
 
 	defer st.Close() //nolint:errcheck // no call is in flight
 
-	release, leave, err := r.enter(ctx, slot{addr: addr, known: share == nil, unsteady: t.unsteady})
+	release, leave, err := r.enter(ctx, slot{addr, trust, t.unsteady})
 	if err != nil {
 		return false, err
 	}
@@ -404,20 +501,10 @@ func (r *Reflector) watch(ctx context.Context, nodename string, addr netip.Addr,
 		t.probe = nil
 	}()
 
-	s := session{
-		inventory: r.inventory,
-		clock:     r.clock,
-		nodename:  nodename,
-		addr:      addr,
-		addresses: t.addresses,
-		state:     st,
-		kinds:     t.kinds,
-		view:      machine.View{Facts: t.kinds.Facts},
-		release:   release,
-		interval:  pollFirst,
-	}
+	s := r.newSession(nodename, addr, t, st)
+	s.release = release
 	s.connected = func() {
-		t.failed.Store(addr != t.addresses[0])
+		t.failed.Store(t.dialLocal == nil && addr != t.addresses[0])
 		t.outage.Succeeded(klog.FromContext(ctx)).Info("Watching machine", "address", addr)
 
 		r.mu.Lock()
@@ -425,12 +512,15 @@ func (r *Reflector) watch(ctx context.Context, nodename string, addr netip.Addr,
 
 		t.keep(share)
 
-		if dialed, _ := st.(talosapi.ControlPlane); !dialed.Local {
+		if !s.isLocal() {
 			t.probe = func() { s.probe(ctx) }
 		}
 	}
 
 	established, err = s.run(ctx)
+	if established || s.controlPlane == nil { // else the machine may be a different one
+		t.controlPlane = s.controlPlane
+	}
 
 	// Reading again and again what is polled uses the share, too.
 	if exceeded := share.Err(); exceeded != nil && established {
@@ -442,16 +532,52 @@ func (r *Reflector) watch(ctx context.Context, nodename string, addr netip.Addr,
 	return established, err
 }
 
-// newShare returns the share of a session; nil if the Node is known.
-func (r *Reflector) newShare(t *task) *talosapi.Share {
+// connect returns the state of a task's machine.
+func (r *Reflector) connect(ctx context.Context, nodename string, addr netip.Addr, t *task) (talosapi.State, error) {
+	if t.dialLocal == nil {
+		return r.dial(ctx, nodename, addr)
+	}
+
+	st, err := t.dialLocal()
+
+	return talosapi.ControlPlane{State: st, Local: true}, err
+}
+
+// newSession returns a session that has not begun. A session with a control-plane machine has the last facts.
+func (r *Reflector) newSession(nodename string, addr netip.Addr, t *task, st talosapi.State) *session {
+	s := &session{
+		inventory:    r.inventory,
+		clock:        r.clock,
+		nodename:     nodename,
+		addr:         addr,
+		addresses:    t.addresses,
+		state:        st,
+		kinds:        t.kinds,
+		view:         machine.View{Facts: t.kinds.Facts},
+		interval:     pollFirst,
+		readsMembers: r.ReadsMembers,
+		retries:      backoff.New(factsRetryFirst, factsRetryMax),
+	}
+
+	if dialed, ok := st.(talosapi.ControlPlane); ok {
+		last := ptr.Deref(t.controlPlane, machine.ControlPlane{})
+		last.Local = dialed.Local
+		s.controlPlane = &last
+	}
+
+	return s
+}
+
+// trustOf returns the trust in a task's machine.
+func (r *Reflector) trustOf(t *task) Trust {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 
-	if t.known {
-		return nil
+	if t.dialLocal != nil {
+		return ControlPlane
 	}
 
-	return r.budget.NewShare()
+	return t.trust
 }
 
 // keep replaces the share when the inventory has the view of another session. The caller holds Reflector.mu.
@@ -460,7 +586,7 @@ func (t *task) keep(share *talosapi.Share) {
 		t.share.Release()
 	}
 
-	if t.share = share; t.known {
+	if t.share = share; t.trust != Unknown {
 		share.Release()
 	}
 }
@@ -471,12 +597,12 @@ func (r *Reflector) enter(ctx context.Context, key slot) (release, leave func(),
 	expired := r.clock.NewTimer(addressTime)
 	defer expired.Stop()
 
-	free, err := r.acquire(ctx, slot{addr: key.addr, known: key.known}, maxPerAddress, expired.C())
+	free, err := r.acquire(ctx, slot{addr: key.addr, trust: key.trust}, maxPerAddress, expired.C())
 	if err != nil {
 		return nil, nil, err
 	}
 
-	release, err = r.acquire(ctx, slot{known: key.known, unsteady: key.unsteady}, maxConnecting, nil)
+	release, err = r.acquire(ctx, slot{trust: key.trust, unsteady: key.unsteady}, maxConnecting, nil)
 	if err != nil {
 		free()
 
@@ -519,9 +645,20 @@ func (r *Reflector) acquire(ctx context.Context, key slot, n int, expired <-chan
 }
 
 // report records in the inventory why the machine could not be followed.
-func (r *Reflector) report(logger klog.Logger, nodename string, err error) {
+func (r *Reflector) report(logger klog.Logger, nodename string, t *task, err error) {
+	r.mu.Lock()
+	hasNode := t.node
+	r.mu.Unlock()
+
 	if mismatch := (*mismatchError)(nil); errors.As(err, &mismatch) {
 		logger.Info("Machine at the Node's address reports another nodename", "address", mismatch.addr, "nodename", mismatch.nodename)
+
+		if !hasNode { // the local machine was renamed before it had a Node, whose deletion would end the entry
+			r.inventory.Forget(nodename)
+
+			return
+		}
+
 		r.inventory.MarkMismatch(nodename, mismatch.nodename, mismatch.Error())
 
 		return

@@ -37,7 +37,7 @@ func TestReflector_MarksMachineWithAnotherNodenameAsMismatch(t *testing.T) {
 	s := newRealSuite(t)
 	worker := s.machine("worker-1")
 
-	s.reflector.Track("other", []netip.Addr{worker.Address()}, false)
+	s.reflector.Track("other", []netip.Addr{worker.Address()}, reflector.Unknown)
 
 	entry := s.await("other", inventory.Mismatch)
 	assert.Contains(t, entry.Reason, worker.Nodename())
@@ -88,7 +88,7 @@ func TestReflector_MarksNodeWithoutAddressUnreachable(t *testing.T) {
 	t.Parallel()
 
 	s := newRealSuite(t)
-	s.reflector.Track("no-address", nil, false)
+	s.reflector.Track("no-address", nil, reflector.Unknown)
 	assert.Contains(t, s.await("no-address", inventory.Unreachable).Reason, "no address")
 }
 
@@ -180,16 +180,16 @@ func TestReflector_LocalMachineRespondsAtItsOwnAddressesOnly(t *testing.T) {
 	s := newRealSuite(t)
 	local, other := s.add(talostest.MachineSpec{Nodename: "local", ServeSocket: true}), s.machine("worker-1")
 
-	s.run(func(context.Context, string, netip.Addr) (talosapi.State, error) {
-		st, err := talosapi.DialSocket(local.Socket())
-
-		return talosapi.ControlPlane{State: st, Local: true}, err
-	}, clock.RealClock{})
-
+	s.reflector.TrackLocal(local.Nodename(), func() (talosapi.State, error) { return talosapi.DialSocket(local.Socket()) })
+	s.awaitView(local, func(m machine.Machine) bool { return m.ControlPlane.Local }) // without a Node
+	s.track(local)
+	s.awaitView(local, func(m machine.Machine) bool { return m.Endpoint == local.Address() })
 	s.track(local, other.Address())
-	s.awaitView(local, func(m machine.Machine) bool { return m.ControlPlane && m.Endpoint == netip.Addr{} })
-	s.track(local, other.Address(), local.Address())
-	s.awaitView(local, func(m machine.Machine) bool { return m.ControlPlane && m.Endpoint == local.Address() })
+	s.awaitView(local, func(m machine.Machine) bool { return m.ControlPlane.Local && m.Endpoint == netip.Addr{} })
+	assert.Empty(t, s.dials())
+
+	s.reflector.Untrack(local.Nodename())
+	assert.Equal(t, inventory.Unknown, s.get(local).Condition)
 }
 
 func TestReflector_MarksDisconnectedMachineUnreachableUntilItReconnects(t *testing.T) {
@@ -343,7 +343,7 @@ func TestReflector_ConnectsWhileManyMachinesDropPackets(t *testing.T) {
 	require.NoError(t, gone.BlackHole())
 
 	for i := range 2 * places {
-		s.reflector.Track(fmt.Sprintf("gone-%d", i), []netip.Addr{gone.Address()}, false)
+		s.reflector.Track(fmt.Sprintf("gone-%d", i), []netip.Addr{gone.Address()}, reflector.Unknown)
 	}
 
 	s.eventually("machines that drop packets are dialed", func() bool { return len(s.dials()) >= places })
@@ -388,7 +388,7 @@ func TestReflector_ConnectsWhileManyNodesStallAtOneAddress(t *testing.T) {
 	stalling.CutOff()
 
 	for i := range 2 * places {
-		s.reflector.Track(fmt.Sprintf("stalled-%d", i), []netip.Addr{stalling.Address()}, false)
+		s.reflector.Track(fmt.Sprintf("stalled-%d", i), []netip.Addr{stalling.Address()}, reflector.Unknown)
 	}
 
 	s.eventually("all connections are open", func() bool { return stalling.Connections() == 2*places })
@@ -398,6 +398,16 @@ func TestReflector_ConnectsWhileManyNodesStallAtOneAddress(t *testing.T) {
 
 // A bootstrap token can register any number of Nodes whose machines stall.
 func TestReflector_ConnectsToKnownNodesWhileMachinesOfOthersStall(t *testing.T) {
+	connectWhileOthersStall(t, reflector.Known, reflector.Unknown)
+}
+
+// The whole cluster depends on the facts of control-plane machines.
+func TestReflector_ConnectsToControlPlaneWhileKnownMachinesStall(t *testing.T) {
+	connectWhileOthersStall(t, reflector.ControlPlane, reflector.Known)
+}
+
+func connectWhileOthersStall(t *testing.T, trust, others reflector.Trust) {
+	t.Helper()
 	t.Parallel()
 
 	s := newTimedSuite(t)
@@ -408,7 +418,7 @@ func TestReflector_ConnectsToKnownNodesWhileMachinesOfOthersStall(t *testing.T) 
 	for i := range 2 * places {
 		stalling = append(stalling, s.machine(fmt.Sprintf("stalled-%d", i)))
 		stalling[i].Freeze()
-		s.track(stalling[i])
+		s.reflector.Track(stalling[i].Nodename(), []netip.Addr{stalling[i].Address()}, others)
 	}
 
 	called := func() int {
@@ -416,7 +426,7 @@ func TestReflector_ConnectsToKnownNodesWhileMachinesOfOthersStall(t *testing.T) 
 	}
 
 	s.eventually("all places are taken", func() bool { return called() == places })
-	s.reflector.Track(worker.Nodename(), []netip.Addr{worker.Address()}, true)
+	s.reflector.Track(worker.Nodename(), []netip.Addr{worker.Address()}, trust)
 	s.await(worker.Nodename(), inventory.Current)
 	assert.Equal(t, places, called(), "without waiting for a place")
 
@@ -427,7 +437,8 @@ func TestReflector_ConnectsToKnownNodesWhileMachinesOfOthersStall(t *testing.T) 
 	s.eventually("all attempts have failed", func() bool { return len(s.inventory.unreachableMarks()) == 2*places })
 	s.clock.Step(2 * time.Second)
 	s.eventually("all are dialed again", func() bool { return len(s.dials()) == 4*places+1 })
-	s.follow(late)
+	s.reflector.Track(late.Nodename(), []netip.Addr{late.Address()}, others)
+	s.await(late.Nodename(), inventory.Current)
 }
 
 func TestReflector_LimitsSessionsAtOneAddress(t *testing.T) {
@@ -442,11 +453,11 @@ func TestReflector_LimitsSessionsAtOneAddress(t *testing.T) {
 	})
 
 	for i := range perAddress {
-		s.reflector.Track(fmt.Sprintf("stalled-%d", i), []netip.Addr{stalling.Address()}, false)
+		s.reflector.Track(fmt.Sprintf("stalled-%d", i), []netip.Addr{stalling.Address()}, reflector.Unknown)
 	}
 
 	s.eventually("all sessions have started", func() bool { return sessions(stalling) == perAddress })
-	s.reflector.Track("late", []netip.Addr{stalling.Address()}, false)
+	s.reflector.Track("late", []netip.Addr{stalling.Address()}, reflector.Unknown)
 	s.eventually("its connection is open", func() bool { return stalling.Connections() == perAddress+1 })
 	s.clock.Step(addressTime)
 
@@ -455,7 +466,7 @@ func TestReflector_LimitsSessionsAtOneAddress(t *testing.T) {
 	s.follow(worker)
 
 	// Nodes that are known do not wait for others.
-	s.reflector.Track("known", []netip.Addr{stalling.Address()}, true)
+	s.reflector.Track("known", []netip.Addr{stalling.Address()}, reflector.Known)
 	s.eventually("a session has started", func() bool { return sessions(stalling) == perAddress+1 })
 }
 
@@ -466,9 +477,9 @@ func TestReflector_LimitsWhatMachinesOfUnknownNodesSend(t *testing.T) {
 	s := newTimedSuite(t)
 
 	// track returns the entry of a machine with 9,000 addresses once it is current or unreachable.
-	track := func(m *talostest.Machine, known bool) (entry inventory.Entry) {
+	track := func(m *talostest.Machine, trust reflector.Trust) (entry inventory.Entry) {
 		m.Lie(withAddresses(9_000))
-		s.reflector.Track(m.Nodename(), []netip.Addr{m.Address()}, known)
+		s.reflector.Track(m.Nodename(), []netip.Addr{m.Address()}, trust)
 		s.eventually("the machine has responded", func() bool {
 			entry = s.get(m)
 
@@ -481,7 +492,7 @@ func TestReflector_LimitsWhatMachinesOfUnknownNodesSend(t *testing.T) {
 	var accepted []*talostest.Machine
 
 	refused := s.machine("large-0")
-	for ; track(refused, false).Condition == inventory.Current; refused = s.machine(fmt.Sprintf("large-%d", len(accepted))) {
+	for ; track(refused, reflector.Unknown).Condition == inventory.Current; refused = s.machine(fmt.Sprintf("large-%d", len(accepted))) {
 		accepted = append(accepted, refused)
 		require.Less(t, len(accepted), 20)
 	}
@@ -492,16 +503,16 @@ func TestReflector_LimitsWhatMachinesOfUnknownNodesSend(t *testing.T) {
 	s.reflector.Untrack(refused.Nodename())
 
 	s.follow(s.machine("worker-1"))
-	assert.Equal(t, inventory.Current, track(s.machine("known"), true).Condition, "no limit")
+	assert.Equal(t, inventory.Current, track(s.machine("known"), reflector.Known).Condition, "no limit")
 
 	// A Node that becomes known, or is deleted, makes room for another.
-	s.reflector.Track(accepted[0].Nodename(), []netip.Addr{accepted[0].Address()}, true)
-	assert.Equal(t, inventory.Current, track(s.machine("next-0"), false).Condition)
-	assert.Equal(t, inventory.Unreachable, track(s.machine("next-1"), false).Condition)
+	s.reflector.Track(accepted[0].Nodename(), []netip.Addr{accepted[0].Address()}, reflector.Known)
+	assert.Equal(t, inventory.Current, track(s.machine("next-0"), reflector.Unknown).Condition)
+	assert.Equal(t, inventory.Unreachable, track(s.machine("next-1"), reflector.Unknown).Condition)
 	s.reflector.Untrack("next-1")
 
 	s.reflector.Untrack(accepted[1].Nodename())
-	assert.Equal(t, inventory.Current, track(s.machine("next-2"), false).Condition)
+	assert.Equal(t, inventory.Current, track(s.machine("next-2"), reflector.Unknown).Condition)
 
 	// So does one whose machine is read again.
 	accepted[2].Lie(nil)
@@ -511,7 +522,7 @@ func TestReflector_LimitsWhatMachinesOfUnknownNodesSend(t *testing.T) {
 
 		return len(s.views(accepted[2])) == 2
 	})
-	assert.Equal(t, inventory.Current, track(s.machine("next-3"), false).Condition)
+	assert.Equal(t, inventory.Current, track(s.machine("next-3"), reflector.Unknown).Condition)
 }
 
 func TestReflector_RenewsSessionThatUsesItsShareForPolls(t *testing.T) {
@@ -635,8 +646,8 @@ func TestRun_StartsNodesTrackedBefore(t *testing.T) {
 	worker, gone := s.machine("worker-1"), s.machine("gone")
 	late := reflector.New(s.inventory, s.dial, clock.RealClock{})
 
-	late.Track(worker.Nodename(), []netip.Addr{worker.Address()}, false)
-	late.Track(gone.Nodename(), []netip.Addr{gone.Address()}, false)
+	late.Track(worker.Nodename(), []netip.Addr{worker.Address()}, reflector.Unknown)
+	late.Track(gone.Nodename(), []netip.Addr{gone.Address()}, reflector.Unknown)
 	late.Untrack(gone.Nodename())
 
 	go late.Run(t.Context())
@@ -660,7 +671,7 @@ func TestRun_WaitsForTasksAndTrackAfterwardsStartsNone(t *testing.T) {
 		group.Go(func() { refl.Run(ctx) })
 		group.Go(func() {
 			for i := range 100 {
-				refl.Track(fmt.Sprintf("node-%d", i), []netip.Addr{worker.Address()}, false)
+				refl.Track(fmt.Sprintf("node-%d", i), []netip.Addr{worker.Address()}, reflector.Unknown)
 
 				if i == 50 {
 					cancel()
@@ -669,7 +680,7 @@ func TestRun_WaitsForTasksAndTrackAfterwardsStartsNone(t *testing.T) {
 		})
 		group.Wait()
 
-		refl.Track(worker.Nodename(), []netip.Addr{worker.Address()}, false)
+		refl.Track(worker.Nodename(), []netip.Addr{worker.Address()}, reflector.Unknown)
 		refl.Untrack(worker.Nodename())
 	}
 

@@ -74,8 +74,11 @@ type session struct {
 	addresses []netip.Addr // of the Node
 	state     talosapi.State
 	kinds     machine.Kinds
-	release   func() // lets other machines connect
-	connected func() // called when the session is established
+	// controlPlane has the last facts of a control-plane machine; nil for other machines.
+	controlPlane *machine.ControlPlane
+	readsMembers func() bool // nil means never
+	release      func()      // lets other machines connect
+	connected    func()      // called when the session is established
 
 	events  chan state.Event
 	results chan func() error // of requests; run calls them
@@ -95,6 +98,9 @@ type session struct {
 	deadline clock.Timer // of the requests in progress
 	nextPoll clock.Timer
 	interval time.Duration // between polls
+
+	nextFacts clock.Timer  // when to read the facts of a control-plane machine; nil for other machines
+	retries   wait.Backoff // while one of them is unknown
 }
 
 // run returns when the session fails or expires, always with an error. established reports whether a view was published.
@@ -112,12 +118,13 @@ func (s *session) run(ctx context.Context) (established bool, err error) {
 	s.slot = s.clock.NewTimer(slotTime)
 	defer s.slot.Stop()
 
+	nextFacts, stop := s.startFacts()
+	defer stop()
+
 	s.open(ctx)
 
 	for {
-		if s.answered() {
-			s.deadline.Stop()
-		}
+		s.stopDeadline()
 
 		select {
 		case <-ctx.Done():
@@ -132,6 +139,8 @@ func (s *session) run(ctx context.Context) (established bool, err error) {
 		case <-s.nextPoll.C():
 			s.pollSoon = false
 			s.requestPoll(ctx)
+		case <-nextFacts:
+			s.pollFacts(ctx)
 		case <-s.slot.C():
 			s.release()
 		case <-s.deadline.C():
@@ -167,6 +176,13 @@ func (s *session) flush(ctx context.Context) error {
 // answered reports whether the machine has answered every request.
 func (s *session) answered() bool { return s.bootstrapping == 0 && !s.polling }
 
+// stopDeadline stops the deadline if the machine has answered every request.
+func (s *session) stopDeadline() {
+	if s.answered() {
+		s.deadline.Stop()
+	}
+}
+
 // checkAnswered is called when the deadline has passed. The machine may have answered at the same moment.
 func (s *session) checkAnswered() error {
 	if s.answered() {
@@ -188,19 +204,23 @@ func (s *session) probe(ctx context.Context) {
 }
 
 // startPoll starts a poll and its deadline. While watches have not bootstrapped, their earlier deadline applies.
-func (s *session) startPoll(ctx context.Context) {
+func (s *session) startPoll(ctx context.Context, kinds []resource.Kind) {
 	s.polling = true
 
 	if s.bootstrapping == 0 {
 		s.deadline.Reset(answerTimeout)
 	}
 
-	kinds := s.kinds.Polled
-	if !s.constant {
-		kinds = slices.Concat(kinds, s.kinds.Constant)
+	go s.poll(ctx, kinds)
+}
+
+// polledKinds are the kinds that are not watched, without the constant ones that are known.
+func (s *session) polledKinds() []resource.Kind {
+	if s.constant {
+		return s.kinds.Polled
 	}
 
-	go s.poll(ctx, kinds)
+	return slices.Concat(s.kinds.Polled, s.kinds.Constant)
 }
 
 // requestPoll starts a poll, after the present one if there is one.
@@ -208,7 +228,7 @@ func (s *session) requestPoll(ctx context.Context) {
 	if s.polling {
 		s.pollAgain = true
 	} else {
-		s.startPoll(ctx)
+		s.startPoll(ctx, s.polledKinds())
 	}
 }
 
@@ -226,7 +246,7 @@ func (s *session) open(ctx context.Context) {
 		}()
 	}
 
-	s.startPoll(ctx)
+	s.startPoll(ctx, s.polledKinds())
 }
 
 // send makes run call result.
@@ -237,9 +257,12 @@ func (s *session) send(ctx context.Context, result func() error) {
 	}
 }
 
-// poll lists all kinds concurrently and replaces them in the view. Talos answers PermissionDenied for a kind that its version does not have;
-// the listing of that kind is empty.
+// poll lists the kinds concurrently and replaces them in the view, and reads the facts of a control-plane machine. Talos
+// answers PermissionDenied for a kind that its version does not have; the listing of that kind is empty.
 func (s *session) poll(ctx context.Context, kinds []resource.Kind) {
+	facts := make(chan *machine.ControlPlane, 1)
+	go func() { facts <- s.readControlPlane(ctx) }()
+
 	listings, refusals := make([][]resource.Resource, len(kinds)), make([]error, len(kinds))
 	errs := make(chan error, len(kinds))
 
@@ -265,12 +288,14 @@ func (s *session) poll(ctx context.Context, kinds []resource.Kind) {
 		err = errors.Join(err, <-errs)
 	}
 
+	readFacts := <-facts
+
 	s.send(ctx, func() error {
 		if err != nil {
 			return fmt.Errorf("list resources at %s: %w", s.addr, err)
 		}
 
-		s.polled, s.polling = true, false
+		s.updateFacts(readFacts)
 
 		for i, kind := range kinds {
 			if refusals[i] == nil {
@@ -280,30 +305,39 @@ func (s *session) poll(ctx context.Context, kinds []resource.Kind) {
 			}
 		}
 
-		if s.established {
-			s.scheduleNextPoll(s.view.Machine())
-		} else {
-			s.nextPoll.Reset(wait.Jitter(pollFirst, pollJitter))
-		}
-
-		if s.pollAgain {
-			s.pollAgain = false
-			s.startPoll(ctx)
-		}
-
-		if s.debounced != nil {
-			return nil
-		}
-
-		return s.publish()
+		return s.endPoll(ctx, len(kinds) == 0)
 	})
+}
+
+// endPoll is called after a poll, which may have been of the facts only.
+func (s *session) endPoll(ctx context.Context, ofFacts bool) error {
+	s.polling = false
+
+	switch {
+	case ofFacts:
+	case s.established:
+		s.scheduleNextPoll(s.view.Machine())
+	default:
+		s.polled = true
+		s.nextPoll.Reset(wait.Jitter(pollFirst, pollJitter))
+	}
+
+	if s.pollAgain {
+		s.pollAgain = false
+		s.startPoll(ctx, s.polledKinds())
+	}
+
+	if s.debounced != nil {
+		return nil
+	}
+
+	return s.publish()
 }
 
 // ignore handles resources that exceed a limit. Machines of the control plane keep their last ones, because the whole
 // cluster depends on them. Of other machines, facts are not reported, and sessions end without the kinds of every View.
 func (s *session) ignore(kind resource.Kind, err error) error {
-	_, isControlPlane := s.state.(talosapi.ControlPlane)
-	if isKept := isControlPlane && s.established; !isKept && !s.view.DropFacts(kind) {
+	if isKept := s.controlPlane != nil && s.established; !isKept && !s.view.DropFacts(kind) {
 		return fmt.Errorf("list resources at %s: %w", s.addr, err)
 	}
 
@@ -385,6 +419,9 @@ func (s *session) handle(ctx context.Context, event state.Event) error {
 	return nil
 }
 
+// isLocal reports whether the machine is the local one, which is not dialed at an address.
+func (s *session) isLocal() bool { return s.controlPlane != nil && s.controlPlane.Local }
+
 // publish writes a complete view to the inventory. It fails if the machine's nodename is not the Node's.
 func (s *session) publish() error {
 	if s.bootstrapping > 0 || !s.polled {
@@ -417,10 +454,9 @@ func (s *session) publish() error {
 		s.scheduleNextPoll(m)
 	}
 
-	dialed, isControlPlane := s.state.(talosapi.ControlPlane)
-	m.ControlPlane = isControlPlane
+	m.ControlPlane = s.controlPlane
 
-	if !dialed.Local {
+	if !s.isLocal() {
 		m.Endpoint = s.addr
 	} else if i := slices.IndexFunc(s.addresses, m.HasAddress); i >= 0 {
 		m.Endpoint = s.addresses[i]

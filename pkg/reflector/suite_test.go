@@ -202,7 +202,7 @@ func (s *suite) track(m *talostest.Machine, addresses ...netip.Addr) {
 		addresses = []netip.Addr{m.Address()}
 	}
 
-	s.reflector.Track(m.Nodename(), addresses, false)
+	s.reflector.Track(m.Nodename(), addresses, reflector.Unknown)
 }
 
 // follow tracks a machine and waits until it is watched.

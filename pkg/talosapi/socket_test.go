@@ -193,7 +193,7 @@ func (s *site) followAll(t *testing.T, issued *talosapi.IssuedCredentials) {
 	}()
 
 	for _, m := range s.cluster.Machines() {
-		refl.Track(m.Nodename(), []netip.Addr{m.Address()}, false)
+		refl.Track(m.Nodename(), []netip.Addr{m.Address()}, reflector.Unknown)
 	}
 
 	ctest.Eventually(t, "both machines are current", func() bool { return inv.Count(inventory.Current) == 2 })

@@ -16,6 +16,7 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/util/wait"
 
+	"github.com/talos-ccm/talos-ccm/pkg/reflector"
 	"github.com/talos-ccm/talos-ccm/pkg/talostest"
 	"github.com/talos-ccm/talos-ccm/test/ctest"
 	"github.com/talos-ccm/talos-ccm/test/kube"
@@ -92,7 +93,7 @@ func (b *bed) follow(n node) *talostest.Machine {
 	m := b.Machine(talostest.MachineSpec{
 		Nodename: n.name, Addresses: []talostest.Address{{Link: "eth0", Prefix: netip.MustParsePrefix(n.address + "/24")}},
 	})
-	b.instance.Reflector.Track(n.name, []netip.Addr{m.Address()}, false)
+	b.instance.Reflector.Track(n.name, []netip.Addr{m.Address()}, reflector.Unknown)
 
 	return m
 }

@@ -30,6 +30,7 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/controllers/lifecycle"
 	"github.com/talos-ccm/talos-ccm/pkg/controlplane"
 	"github.com/talos-ccm/talos-ccm/pkg/csrpolicy"
+	"github.com/talos-ccm/talos-ccm/pkg/inventory"
 	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
 )
 
@@ -425,7 +426,8 @@ func (s *simulation) readNetwork() *controlplane.Value[*controlplane.Network] {
 	})
 
 	reader := controlplane.New(controlplane.Config{
-		Kubernetes: &rest.Config{Host: "http://api-server"}, Client: client, Nodes: newInformer(s.server, 0).nodes(nil), Hosted: &csrpolicy.ClusterSubjects{}, Clock: clock.RealClock{},
+		Kubernetes: &rest.Config{Host: "http://api-server"}, Client: client, Nodes: newInformer(s.server, 0).nodes(nil), Machines: inventory.New(time.Now),
+		Hosted: &csrpolicy.ClusterSubjects{}, Clock: clock.RealClock{},
 	})
 	reader.Network().Subscribe(cancel)
 	reader.Run(ctx)

@@ -140,7 +140,7 @@ func (c *Controller) assigns(node *corev1.Node, subject string, policies map[str
 // the label.
 func (c *Controller) entryFor(nodename string, node *corev1.Node) inventory.Entry {
 	entry := c.cfg.Inventory.Get(nodename)
-	if node != nil && nodespec.IsControlPlane(node) && !entry.ObservedAt.IsZero() && !entry.Machine.ControlPlane {
+	if node != nil && nodespec.IsControlPlane(node) && !entry.ObservedAt.IsZero() && entry.Machine.ControlPlane == nil {
 		return inventory.Entry{}
 	}
 

@@ -268,8 +268,9 @@ func (e *environment) start(clk clock.WithTicker) (*instance, error) {
 		})
 
 	i.Reflector = reflector.New(i.Inventory, dial, clock.RealClock{})
+	i.Reflector.TrackLocal(controlPlane, func() (talosapi.State, error) { return talosapi.DialSocket(e.machine.Socket()) })
 	i.controlPlane = controlplane.New(controlplane.Config{
-		Kubernetes: e.product, Client: i.Client, Nodes: i.Nodes, Dial: dial, LocalState: e.socket.Reader, Clock: clock.RealClock{},
+		Kubernetes: e.product, Client: i.Client, Nodes: i.Nodes, Machines: i.Inventory, Local: i.Reflector.Local, Clock: clock.RealClock{},
 	})
 
 	var followed, failed error

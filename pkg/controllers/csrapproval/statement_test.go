@@ -50,7 +50,7 @@ func (s suite) promote(w worker) {
 	s.Talos.SetEtcdMembers(controlPlaneIP, w.addr)
 	s.Cleanup(func() { s.Talos.SetEtcdMembers(controlPlaneIP) })
 	s.PatchNode(w.name, "", labeledControlPlane)
-	s.awaitMachine(w.name, "as a control-plane machine", func(m machine.Machine) bool { return m.ControlPlane })
+	s.awaitMachine(w.name, "as a control-plane machine", func(m machine.Machine) bool { return m.ControlPlane != nil })
 }
 
 // state makes the machine state a credential as an instance of the extension does at its start, with the permissions of the

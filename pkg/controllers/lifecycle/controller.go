@@ -355,7 +355,7 @@ func (c *Controller) evidence(node *corev1.Node, entry inventory.Entry, h histor
 		scaledDown: nodespec.IsScaledDown(node), recorded: isResetRecorded(node),
 	}
 
-	if was, is := h.known, entry.Last; !is.ControlPlane && is.Endpoint != was.Endpoint && !was.HasAddress(is.Endpoint) {
+	if was, is := h.known, entry.Last; is.ControlPlane == nil && is.Endpoint != was.Endpoint && !was.HasAddress(is.Endpoint) {
 		e.moved = fmt.Sprintf("the machine announced this at %s, but was known at %s before", is.Endpoint, was.Endpoint)
 	}
 

@@ -226,7 +226,7 @@ func TestOptions_UseMaskSizesThatMostMachinesReport(t *testing.T) {
 	t.Parallel()
 
 	sized := func(ipv4Size, ipv6Size int) controlplane.KCMConfig {
-		return controlplane.KCMConfig{MaskSizes: map[corev1.IPFamily]int{ipv4: ipv4Size, ipv6: ipv6Size}}
+		return controlplane.KCMConfig{KCMConfig: machine.KCMConfig{MaskSizes: map[corev1.IPFamily]int{ipv4: ipv4Size, ipv6: ipv6Size}}}
 	}
 
 	common, flag, flags := sized(20, 64), Options{MaskSizeIPv4: 25}, Options{MaskSizeIPv4: 25, MaskSizeIPv6: 96}

@@ -11,9 +11,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/cosi-project/runtime/pkg/resource"
 	"github.com/cosi-project/runtime/pkg/safe"
-	"github.com/cosi-project/runtime/pkg/state"
 	talosmachine "github.com/siderolabs/talos/pkg/machinery/config/machine"
 	"github.com/siderolabs/talos/pkg/machinery/nethelpers"
 	"github.com/siderolabs/talos/pkg/machinery/resources/k8s"
@@ -32,6 +30,8 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/controlplane"
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
+	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
+	"github.com/talos-ccm/talos-ccm/pkg/reflector"
 	"github.com/talos-ccm/talos-ccm/pkg/rules"
 	"github.com/talos-ccm/talos-ccm/pkg/talosapi"
 	"github.com/talos-ccm/talos-ccm/pkg/talostest"
@@ -62,10 +62,10 @@ type world struct {
 	selector *rules.Selector
 	pools    atomic.Pointer[[]nodeipam.Pool]
 	fallback atomic.Bool
-	dial     talosapi.DialFunc // control-plane Nodes
+	dial     talosapi.DialFunc
 
-	// clock is used by the controllers, readerClock by the control-plane readers.
-	clock, readerClock manualClock
+	// clock is used by the controllers, readerClock by the control-plane readers, and pollClock by their reflectors.
+	clock, readerClock, pollClock manualClock
 }
 
 // newWorld returns the world of a test, which becomes parallel. Its kube-controller-manager does not allocate.
@@ -75,16 +75,9 @@ func newWorld(t *testing.T) *world {
 
 	w := &world{
 		Suite: bed.NewSuite(t), name: "w-" + strings.ToLower(rand.Text()), inventory: inventory.New(time.Now), events: &events{},
-		clock: newManualClock(), readerClock: newManualClock(),
+		clock: newManualClock(), readerClock: newManualClock(), pollClock: newManualClock(), dial: ctest.Dial(bed.Talos),
 	}
 	w.setPools()
-
-	dial := ctest.Dial(w.Talos)
-	w.dial = func(ctx context.Context, nodename string, addr netip.Addr) (talosapi.State, error) {
-		m, err := dial(ctx, nodename, addr)
-
-		return talosapi.ControlPlane{State: withoutDeadlines{m}}, err
-	}
 
 	w.controlPlane = w.machine("cp")
 	t.Cleanup(func() {
@@ -111,14 +104,6 @@ func (w *world) label() string { return labelWorld + "=" + w.name }
 // node returns the full name of a Node of this world.
 func (w *world) node(name string) string { return w.name + "-" + name }
 
-// withoutDeadlines ignores the deadlines of calls, which are too short for a busy test machine.
-type withoutDeadlines struct{ talosapi.State }
-
-// Get implements talosapi.State.
-func (s withoutDeadlines) Get(ctx context.Context, pointer resource.Pointer, options ...state.GetOption) (resource.Resource, error) {
-	return s.State.Get(context.WithoutCancel(ctx), pointer, options...)
-}
-
 // manualClock advances only when the test steps it. Short timers, such as those of retries, run in real time.
 type manualClock struct{ *clocktesting.FakeClock }
 
@@ -133,11 +118,21 @@ func (c manualClock) NewTimer(d time.Duration) clock.Timer {
 	return c.FakeClock.NewTimer(d)
 }
 
+// After implements clock.Clock.
+func (c manualClock) After(d time.Duration) <-chan time.Time { return c.NewTimer(d).C() }
+
 // step advances a clock once it has a waiter.
 func (w *world) step(clock manualClock, d time.Duration) {
 	w.Helper()
 	w.eventually("the clock has a waiter", clock.HasWaiters)
 	clock.Step(d)
+}
+
+// refresh has the control plane read again.
+func (w *world) refresh() {
+	w.Helper()
+	w.step(w.pollClock, time.Minute)
+	w.step(w.readerClock, time.Minute)
 }
 
 func (w *world) setPools(pools ...nodeipam.Pool) { w.pools.Store(&pools) }
@@ -146,7 +141,7 @@ func (w *world) setPools(pools ...nodeipam.Pool) { w.pools.Store(&pools) }
 func (w *world) machine(name string) *talostest.Machine {
 	w.Helper()
 
-	m := w.Machine(talostest.MachineSpec{Nodename: w.node(name), Type: talosmachine.TypeControlPlane})
+	m := w.Machine(talostest.MachineSpec{Nodename: w.node(name), Type: talosmachine.TypeControlPlane, ServeSocket: true})
 	w.setArguments(m, "--allocate-node-cidrs=true", "--controllers=*,tokencleaner,-node-ipam-controller")
 
 	return m
@@ -203,8 +198,9 @@ type process struct {
 	*ctest.Instance
 	*nodeipam.Controller
 
-	reader *controlplane.Reader
-	wire   *wire
+	reader    *controlplane.Reader
+	reflector *reflector.Reflector // of the reader's machines
+	wire      *wire
 }
 
 // prepare returns a standby with a synced cache, which stops at the end of the test.
@@ -220,9 +216,20 @@ func (w *world) prepare(options nodeipam.Options) *process {
 	p.Instance, err = ctest.NewInstance(w.Context(), config, nil)
 	require.NoError(w, err)
 
+	machines := inventory.New(time.Now)
+	p.reflector = reflector.New(machines, func(ctx context.Context, nodename string, addr netip.Addr) (talosapi.State, error) {
+		st, err := w.dial(ctx, nodename, addr)
+		if node, _ := p.Nodes.Lister().Get(nodename); err != nil || node == nil || !nodespec.IsControlPlane(node) {
+			return st, err
+		}
+
+		return talosapi.ControlPlane{State: st}, nil
+	}, w.pollClock)
+	p.reflector.TrackLocal(w.controlPlane.Nodename(), func() (talosapi.State, error) { return talosapi.DialSocket(w.controlPlane.Socket()) })
 	p.reader = controlplane.New(controlplane.Config{
-		Kubernetes: config, Client: p.Client, Nodes: p.Nodes, Dial: w.dial, LocalState: w.controlPlane.State(), Clock: w.readerClock,
+		Kubernetes: config, Client: p.Client, Nodes: p.Nodes, Machines: machines, Local: p.reflector.Local, Clock: w.readerClock,
 	})
+	require.NoError(w, p.reflector.FollowNodes(p.Nodes))
 
 	p.Controller, err = nodeipam.New(nodeipam.Config{
 		Client: p.Client, Nodes: p.Nodes, Inventory: w.inventory, ControlPlane: p.reader.Network(), Recorder: w.events, Clock: w.clock, Options: options,
@@ -238,7 +245,7 @@ func (w *world) prepare(options nodeipam.Options) *process {
 }
 
 // lead starts the controller.
-func (p *process) lead() { p.Start(p.reader.Run, p.Run) }
+func (p *process) lead() { p.Start(p.reflector.Run, p.reader.Run, p.Run) }
 
 func (w *world) run(options nodeipam.Options) *process {
 	w.Helper()

@@ -1,16 +1,11 @@
-package controlplane
+package machine
 
 import (
-	"net/netip"
 	"strings"
 	"testing"
-
-	"k8s.io/client-go/informers"
-
-	"github.com/talos-ccm/talos-ccm/pkg/csrpolicy"
 )
 
-func TestAllocatesNodeCIDRs(t *testing.T) {
+func TestKCMConfig_AllocatesNodeCIDRs(t *testing.T) {
 	t.Parallel()
 
 	for _, test := range []struct {
@@ -76,46 +71,6 @@ func TestArguments_ReadsTheKubeControllerManagerContainer(t *testing.T) {
 	} {
 		if args, err := arguments(broken); err == nil {
 			t.Errorf("%s: got %q, want an error", name, args)
-		}
-	}
-}
-
-func TestMergeIdentity_IsKnownOnlyWithAllSources(t *testing.T) {
-	t.Parallel()
-
-	reader := func() *Reader {
-		return &Reader{
-			cfg:          Config{Nodes: informers.NewSharedInformerFactory(nil, 0).Core().V1().Nodes()},
-			certificate:  &csrpolicy.ClusterSubjects{APIServerNames: []string{"kubernetes.default.svc.cluster.local"}},
-			service:      &csrpolicy.ClusterSubjects{},
-			serviceCIDRs: &csrpolicy.ClusterSubjects{ServiceCIDRs: []netip.Prefix{netip.MustParsePrefix("10.96.0.0/12")}},
-			machines:     map[string]machineFacts{"cp-1": {subjects: &csrpolicy.ClusterSubjects{}}, "cp-2": {}},
-			local:        "cp-1",
-		}
-	}
-
-	for name, test := range map[string]struct {
-		change func(*Reader)
-		want   bool
-	}{
-		"all sources, and the local machine": {func(*Reader) {}, true},
-		"no certificate":                     {func(r *Reader) { r.certificate = nil }, false},
-		"no Service":                         {func(r *Reader) { r.service = nil }, false},
-		"no answer about ServiceCIDRs":       {func(r *Reader) { r.serviceCIDRs = nil }, false},
-		"two of three machines, neither local": {func(r *Reader) {
-			r.machines["cp-2"], r.machines["cp-3"], r.local = r.machines["cp-1"], machineFacts{}, ""
-		}, true},
-		"one of two machines, not the local one": {func(r *Reader) { r.local = "" }, false},
-		"no ServiceCIDR":                         {func(r *Reader) { r.serviceCIDRs.ServiceCIDRs = nil }, false},
-		"a ServiceCIDR of a machine, as before Kubernetes 1.33": {func(r *Reader) {
-			r.machines["cp-1"].subjects.ServiceCIDRs, r.serviceCIDRs.ServiceCIDRs = r.serviceCIDRs.ServiceCIDRs, nil
-		}, true},
-	} {
-		r := reader()
-		test.change(r)
-
-		if id := r.mergeIdentity(); id.Known != test.want {
-			t.Errorf("%s: Known is %t; identity is %+v", name, id.Known, id)
 		}
 	}
 }
