@@ -10,7 +10,6 @@ import (
 	"net/http"
 	"net/http/httptest"
 	"net/netip"
-	"reflect"
 	"slices"
 	"strings"
 	"sync"
@@ -69,9 +68,6 @@ type suite struct {
 	reader       *controlplane.Reader
 	changes      atomic.Int64 // of the identity
 	log          lockedBuffer // of verbosity 0
-
-	old      *controlplane.OldReader
-	oldClock *clocktesting.FakeClock
 }
 
 // lockedBuffer is a bytes.Buffer that is safe for concurrent use.
@@ -123,25 +119,10 @@ func newSuite(t *testing.T, config *rest.Config, options ...func(*suite, *contro
 
 	s.reflector.ReadsMembers = func() bool { return s.readsMembers }
 
-	s.oldClock = clocktesting.NewFakeClock(time.Now())
-	old := controlplane.OldConfig{
-		Kubernetes: config, Client: s.Client, Nodes: nodes, Hosted: cfg.Hosted, Clock: s.oldClock, ReadMembers: s.reflector.ReadsMembers,
-		Dial: func(ctx context.Context, nodename string, addr netip.Addr) (talosapi.State, error) {
-			st, err := direct(ctx, nodename, addr)
-
-			return talosapi.ControlPlane{State: st}, err
-		},
-	}
-
 	if s.local != nil {
 		cfg.Local = s.local.Nodename
-		old.LocalState = s.local.State()
-
 		s.reflector.TrackLocal(s.local.Nodename(), func() (talosapi.State, error) { return talosapi.DialSocket(s.local.Socket()) })
 	}
-
-	s.old = controlplane.NewOld(old)
-	s.old.Identity().Subscribe(func() {})
 
 	s.reader = controlplane.New(cfg)
 	s.reader.Identity().Subscribe(func() { s.changes.Add(1) })
@@ -155,7 +136,6 @@ func newSuite(t *testing.T, config *rest.Config, options ...func(*suite, *contro
 
 	group.Go(func() { s.reader.Run(ctx) })
 	group.Go(func() { s.reflector.Run(klog.NewContext(ctx, klog.Logger{})) })
-	group.Go(func() { s.old.Run(klog.NewContext(ctx, klog.Logger{})) })
 	t.Cleanup(group.Wait)
 
 	return s
@@ -212,7 +192,6 @@ func (s *suite) await(what string, ok func(csrpolicy.ClusterIdentity) bool) csrp
 		return fmt.Errorf("%s; identity is %+v, network %+v", what, s.identity(), s.reader.Network().Current())
 	})
 	s.awaitIdle()
-	s.agree()
 
 	return s.identity()
 }
@@ -225,10 +204,8 @@ func (s *suite) step() {
 	s.polls.Step(pollStep)
 	ctest.Eventually(s, "the machines were read", func() bool { return len(s.outdated()) == 0 })
 
-	for _, clk := range []*clocktesting.FakeClock{s.clock, s.oldClock} {
-		ctest.Eventually(s, "the reader waits", clk.HasWaiters)
-		clk.Step(refresh)
-	}
+	s.awaitIdle()
+	s.clock.Step(refresh)
 }
 
 // outdated returns the control-plane machines that respond and must be read again.
@@ -254,49 +231,12 @@ func (s *suite) refresh() {
 	}
 
 	s.awaitIdle()
-	s.agree()
 }
 
 func (s *suite) awaitIdle() {
 	s.Helper()
 
 	ctest.Eventually(s, "the reader waits", s.clock.HasWaiters)
-}
-
-// agree waits until both readers have the same facts. The texts of problems may differ.
-func (s *suite) agree() {
-	s.Helper()
-
-	type everything struct {
-		Identity csrpolicy.ClusterIdentity
-		Network  controlplane.Network
-		Problem  bool
-		Members  controlplane.Members
-	}
-
-	facts := func(reader interface {
-		Identity() *controlplane.Value[csrpolicy.ClusterIdentity]
-		Network() *controlplane.Value[*controlplane.Network]
-		Members() *controlplane.Value[*controlplane.Members]
-	},
-	) everything {
-		network := *reader.Network().Current()
-		hasProblem := network.Problem != ""
-		network.Problem = ""
-
-		return everything{reader.Identity().Current(), network, hasProblem, *reader.Members().Current()}
-	}
-
-	ctest.EventuallyNoError(s, func(context.Context) error {
-		if was, is := facts(s.old), facts(s.reader); !reflect.DeepEqual(was, is) {
-			s.step()
-
-			return fmt.Errorf("the old reader has\n%+v, the new one\n%+v", was, is)
-		}
-
-		return nil
-	})
-	s.Log("both readers agree")
 }
 
 func known(id csrpolicy.ClusterIdentity) bool { return id.Known }
