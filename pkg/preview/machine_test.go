@@ -76,6 +76,8 @@ func TestReadMachine_RestoresEveryField(t *testing.T) {
 	var m machine.Machine
 
 	fill(t, reflect.ValueOf(&m).Elem())
+
+	m.ControlPlane = nil // a file verifies nothing
 	assert.Equal(t, m, saved(t, m))
 }
 

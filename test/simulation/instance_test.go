@@ -142,6 +142,8 @@ type call struct {
 	body       []byte
 	// planned is the view on which the controller based the request.
 	planned view
+	// returned is the Node in the response; nil if there is none.
+	returned *corev1.Node
 	// answered is true when a request has a response that the controller has not received.
 	answered  bool
 	response  *http.Response
@@ -164,11 +166,13 @@ type view struct {
 	renamed bool // another Node may have the machine's providerID
 }
 
-func (i *instance) view(name string) (v view) {
-	if v.node = i.informer.get(name); v.node == nil {
+// view returns the view of a Node, which may be nil.
+func (i *instance) view(n *corev1.Node) (v view) {
+	if v.node = n; n == nil {
 		return v
 	}
 
+	name := n.Name
 	v.entry = i.inventory.Get(name)
 	in := nodespec.NewInput(v.node, v.entry.Machine, i.sim.options()).WithPeers(i.inventory, name, func(other string) (*corev1.Node, error) {
 		if node := i.informer.get(other); node != nil {
@@ -226,11 +230,14 @@ func (c *client) arrive(waiting *call) bool {
 
 	waiting.client, waiting.arrived, waiting.done = c, s.moves, make(chan struct{})
 
-	// The controller sends the requests of a plan one by one.
-	if previous := s.released; previous != nil && previous.request != nil && previous.client == c && previous.name == waiting.name {
+	switch previous := s.released; {
+	case waiting.request == nil:
+	case previous == nil || previous.request == nil || previous.client != c || previous.name != waiting.name:
+		waiting.planned = c.instance.view(c.instance.informer.get(waiting.name))
+	case c.controller == node.Alias && previous.returned != nil: // it plans again after each request
+		waiting.planned = c.instance.view(previous.returned)
+	default: // it sends the requests of a plan one by one
 		waiting.planned = previous.planned
-	} else if waiting.request != nil {
-		waiting.planned = c.instance.view(waiting.name)
 	}
 
 	s.calls = append(s.calls, waiting)
@@ -275,6 +282,7 @@ func (c *call) respond(obj runtime.Object, err error) {
 		obj, code = &status, int(status.Code)
 	}
 
+	c.returned, _ = obj.(*corev1.Node)
 	body := io.NopCloser(bytes.NewReader(must(json.Marshal(obj))))
 	c.response = &http.Response{StatusCode: code, Header: http.Header{"Content-Type": {"application/json"}}, Body: body, Request: c.request}
 }

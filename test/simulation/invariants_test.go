@@ -180,7 +180,7 @@ func (s *simulation) checkConverged() {
 	const what = "converged"
 
 	for _, name := range slices.Sorted(maps.Keys(s.server.nodes)) {
-		n, planned := s.server.nodes[name], s.leader.view(name)
+		n, planned := s.server.nodes[name], s.leader.view(s.leader.informer.get(name))
 
 		switch {
 		case planned.pending != "" || planned.entry.Condition != inventory.Current:

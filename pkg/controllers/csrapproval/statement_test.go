@@ -155,9 +155,9 @@ func TestStatement_OutlastsMachineAtItsAddress(t *testing.T) {
 			s.assertUnexpected(attack)
 
 			// The kubelet of the machine, which is back at its address, has obtained a new certificate.
-			s.PatchNode(w.name, "", labeledControlPlane)
 			s.routes.Store(w.addr, w.machine.Address())
 			impostor.machine.BreakConnections()
+			s.PatchNode(w.name, "", labeledControlPlane) // the leader connects again
 			s.awaitMachine(w.name, "by its volume", func(m machine.Machine) bool { return m.EphemeralID == "volume of "+w.name })
 			s.awaitIssued(s.post(w, request{config: kubelet}))
 			s.assertUndecided(attack)
