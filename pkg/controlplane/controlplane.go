@@ -223,9 +223,13 @@ func (r *Reader) facts() *facts {
 	f.isLabeled = slices.ContainsFunc(f.nodes, nodespec.IsControlPlane)
 
 	for _, node := range f.nodes {
+		if !nodespec.IsControlPlane(node) {
+			continue
+		}
+
 		// The kubelet writes the operating system: a machine that was tracked counts, whatever it is now.
 		entry := r.cfg.Machines.Get(node.Name)
-		if nodespec.IsControlPlane(node) && (nodespec.IsTalos(node) || entry.Condition != inventory.Unknown) {
+		if nodespec.IsTalos(node) || entry.Condition != inventory.Unknown {
 			f.machines = append(f.machines, source{node.Name, entry})
 		}
 	}

@@ -318,7 +318,8 @@ func (r *Reflector) Probe(nodename string) {
 	}
 }
 
-// Untrack stops following the machine of the Node nodename and removes it from the inventory.
+// Untrack stops following the machine of the Node nodename and removes it from the inventory. It follows the local machine
+// without a Node.
 func (r *Reflector) Untrack(nodename string) {
 	r.mu.Lock()
 	old := r.tasks[nodename]
@@ -332,6 +333,13 @@ func (r *Reflector) Untrack(nodename string) {
 	old.stop()
 	r.inventory.Forget(nodename)
 	old.share.Release()
+
+	r.mu.Lock()
+	defer r.mu.Unlock()
+
+	if nodename == r.local && r.tasks[nodename] == nil {
+		r.tasks[nodename] = r.start(nodename, nil, nil)
+	}
 }
 
 // start returns a task that begins after old has ended. Outside of Run it does not start the task. The caller holds r.mu.

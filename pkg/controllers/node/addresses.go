@@ -58,6 +58,8 @@ func (a *addressWriters) observe(node *corev1.Node, wanted []corev1.NodeAddress,
 		}
 
 		w = addressWriter{manager: manager, times: w.times + 1, last: now}
+	default: // the machine has other addresses
+		w.correct = nil
 	}
 
 	a.byNode[node.Name] = w

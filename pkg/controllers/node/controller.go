@@ -258,8 +258,8 @@ func (c *Controller) sync(ctx context.Context, nodename string) (again time.Dura
 }
 
 // syncNode sends the first request that the Node needs, and plans again with the Node that the API server returned. The
-// request that removes the uninitialized taint is thus sent only for a version that needs nothing else. Another client may
-// revert every request: after maxRequests, the cache queues the Node.
+// request that removes the uninitialized taint is thus sent only for a version that needs nothing else. It fails after
+// maxRequests: another client or an admission webhook reverts them.
 func (c *Controller) syncNode(ctx context.Context, node *corev1.Node) (result string, again time.Duration, err error) {
 	var (
 		p       plan
@@ -267,7 +267,7 @@ func (c *Controller) syncNode(ctx context.Context, node *corev1.Node) (result st
 		changes []string
 	)
 
-	for range maxRequests {
+	for sent := 0; ; sent++ {
 		if p, again, err = c.prepare(node); err != nil {
 			return "", 0, err
 		}
@@ -275,6 +275,10 @@ func (c *Controller) syncNode(ctx context.Context, node *corev1.Node) (result st
 		requests := p.requests(node)
 		if len(requests) == 0 {
 			break
+		}
+
+		if sent == maxRequests {
+			return "", 0, fmt.Errorf("node %s needs further changes after %d requests: %s", node.Name, sent, strings.Join(changes, ", "))
 		}
 
 		last = requests[0]
