@@ -318,13 +318,10 @@ func (c *Claims) Deleted(nodename string) (nodes []*corev1.Node) {
 
 // ListedBy returns a Node's name and addresses in canonical form. It includes the node IPs that its kubelet was started
 // with even if the status does not list them. The node controller also writes the status, and a different machine may
-// respond at the Node's address.
+// respond at the Node's address. Of more than maxValues, it returns those of the status first, which the node controller
+// corrects.
 func ListedBy(node *corev1.Node) []string {
 	list := []string{machine.CanonicalName(node.Name)}
-
-	for _, addr := range nodespec.ProvidedNodeIPs(node) {
-		list = append(list, machine.CanonicalAddress(addr))
-	}
 
 	for _, a := range node.Status.Addresses {
 		if addr, err := netip.ParseAddr(a.Address); err == nil {
@@ -332,6 +329,10 @@ func ListedBy(node *corev1.Node) []string {
 		} else if name := machine.CanonicalName(a.Address); name != "" {
 			list = append(list, name)
 		}
+	}
+
+	for _, addr := range nodespec.ProvidedNodeIPs(node) {
+		list = append(list, machine.CanonicalAddress(addr))
 	}
 
 	return list[:min(len(list), maxValues)]

@@ -7,6 +7,7 @@ import (
 	"net/netip"
 	"runtime"
 	"slices"
+	"strings"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -627,6 +628,12 @@ func TestClaims_LimitListedValues(t *testing.T) {
 	f.assertOwnedByOther(true, "other")
 	f.assertOwnedByOther(true, list[machine.MaxSubjects])
 	f.assertOwnedByOther(false, list[limit])
+
+	// No controller corrects the annotation.
+	n := node("other", address)
+	n.Annotations = map[string]string{cloudproviderapi.AnnotationAlphaProvidedIPAddr: strings.Repeat(second+",", limit)}
+	f.add(n)
+	f.assertOwnedByOther(true, address)
 }
 
 // A machine with as many addresses as it can have reports others.

@@ -85,7 +85,8 @@ type Credentials struct {
 	NodeCreated time.Time
 }
 
-// Follow returns the record after all rotations of the recorded certificate. Following them again changes nothing.
+// Follow returns the record after all rotations of the recorded certificate. Following them again changes nothing. If the
+// machine stated the present certificate, the previous one may be that of a disk that it no longer has.
 func (c Credentials) Follow() noderecord.Record {
 	r := c.Record
 	issued := slices.SortedFunc(slices.Values(c.Issued), func(a, b ClientCertificate) int {
@@ -93,7 +94,8 @@ func (c Credentials) Follow() noderecord.Record {
 	})
 
 	for _, certificate := range issued {
-		if r.Has(certificate.RequestedWith) && !r.Has(certificate.ID) {
+		isOutdated := r.Stated == r.Credential && certificate.RequestedWith == r.Previous
+		if r.Has(certificate.RequestedWith) && !r.Has(certificate.ID) && !isOutdated {
 			r.Credential, r.Previous = certificate.ID, certificate.RequestedWith
 			r.Issuer, r.Expires = certificate.Issuer, certificate.Expires
 		}

@@ -289,9 +289,9 @@ func TestRecord_FollowsRotations(t *testing.T) {
 	unstored := []csrpolicy.ClientCertificate{issued("b", "a", 1), issued("c", "a", 2)}
 
 	for name, test := range map[string]struct {
-		credential, previous string
-		issued               []csrpolicy.ClientCertificate
-		want, wantPrevious   string
+		credential, previous, stated string
+		issued                       []csrpolicy.ClientCertificate
+		want, wantPrevious           string
 	}{
 		"none":                            {credential: "a", want: "a"},
 		"chain":                           {credential: "a", issued: chain, want: "d", wantPrevious: "c"},
@@ -299,8 +299,11 @@ func TestRecord_FollowsRotations(t *testing.T) {
 		"middle of the chain":             {credential: "c", previous: "b", issued: chain, want: "d", wantPrevious: "c"},
 		"certificate that was not stored": {credential: "a", issued: unstored, want: "c", wantPrevious: "a"},
 		"another chain":                   {credential: "e", issued: chain, want: "e"},
+		"previous, not stored":            {credential: "b", previous: "a", issued: unstored, want: "c", wantPrevious: "a"},
+		"previous of a stated one":        {credential: "b", previous: "a", stated: "b", issued: unstored, want: "b", wantPrevious: "a"},
+		"stated one":                      {credential: "b", previous: "a", stated: "b", issued: chain, want: "d", wantPrevious: "c"},
 	} {
-		credentials := csrpolicy.Credentials{Record: noderecord.Record{Credential: id(test.credential), Previous: id(test.previous)}, Issued: test.issued}
+		credentials := csrpolicy.Credentials{Record: noderecord.Record{Credential: id(test.credential), Previous: id(test.previous), Stated: id(test.stated)}, Issued: test.issued}
 		got := credentials.Follow()
 		assert.Equal(t, id(test.want), got.Credential, name)
 		assert.Equal(t, id(test.wantPrevious), got.Previous, name)

@@ -47,15 +47,15 @@ const (
 )
 
 // Of reads the record of a Node:
-//   - The context, the volume and the previous certificate count only if the context belongs to the certificate: an operator
-//     may have set another certificate.
+//   - The context, the volume, the role and the previous certificate count only if the context belongs to the certificate: an
+//     operator may have set another certificate.
 //   - The ID of the volume counts only if the context has its fingerprint: an earlier version may have replaced the context.
 //   - A stated certificate counts only if it is one of the recorded ones.
 //   - On a Node with the label of the control plane, a record that was made for a worker is no record: before Talos has set
 //     the label, any machine of the cluster may have responded for the Node. What the machine stated counts.
 func Of(node *corev1.Node) Record {
 	labels := node.Labels
-	r := Record{Credential: labels[LabelCredential], Address: parseAddress(labels[LabelAddress]), IsWorker: labels[LabelRole] == roleWorker}
+	r := Record{Credential: labels[LabelCredential], Address: parseAddress(labels[LabelAddress])}
 
 	r.readContext(labels)
 
@@ -63,11 +63,18 @@ func Of(node *corev1.Node) Record {
 		r.Stated = stated
 	}
 
-	if _, isControlPlane := labels[constants.LabelNodeRoleControlPlane]; isControlPlane && r.IsWorker && r.Stated == "" {
+	if !r.CountsFor(node) {
 		return Record{}
 	}
 
 	return r
+}
+
+// CountsFor reports whether the record, which may be of a deleted Node, counts for a Node of that name.
+func (r Record) CountsFor(node *corev1.Node) bool {
+	_, isControlPlane := node.Labels[constants.LabelNodeRoleControlPlane]
+
+	return !isControlPlane || !r.IsWorker || r.Stated != ""
 }
 
 // readContext reads the labels that count only with the context.
@@ -91,7 +98,7 @@ func (r *Record) readContext(labels map[string]string) {
 		r.Expires = time.Unix(seconds, 0).UTC()
 	}
 
-	r.Previous = labels[LabelPrevious]
+	r.Previous, r.IsWorker = labels[LabelPrevious], labels[LabelRole] == roleWorker
 }
 
 // Labels are values of labels by key; nil removes a label.

@@ -84,10 +84,7 @@ func TestOf_ReadsWhatWasWritten(t *testing.T) {
 
 		// An operator accepts another certificate.
 		node.Labels[noderecord.LabelCredential] = id("operator")
-
-		if !record.IsWorker {
-			assert.Equal(t, noderecord.Record{Credential: id("operator"), Address: record.Address}, noderecord.Of(node), name)
-		}
+		assert.Equal(t, noderecord.Record{Credential: id("operator"), Address: record.Address}, noderecord.Of(node), name)
 	}
 }
 

@@ -80,8 +80,8 @@ func (c *Controller) reviewFor(request *csrpolicy.Request, nodename string, node
 		evidence.Credentials = c.credentials(node)
 
 		for _, deleted := range slices.Backward(c.cfg.Inventory.Claims.Deleted(nodename)) {
-			if evidence.Credentials.Record.Credential == "" {
-				evidence.Credentials.Record = noderecord.Of(deleted)
+			if before := noderecord.Of(deleted); evidence.Credentials.Record.Credential == "" && before.CountsFor(node) {
+				evidence.Credentials.Record = before
 			}
 		}
 	}

@@ -199,21 +199,32 @@ func TestStatement_AcceptsReinstalledMachine(t *testing.T) {
 
 // Until Talos has set the label of the control plane, any machine of the cluster may have responded for the Node.
 func TestStatement_RecordOfWorkerDoesNotCountForControlPlane(t *testing.T) {
-	s := alone(t)
-	w := s.bootAs(s.plan(), talostest.MachineSpec{Type: talosmachine.TypeControlPlane, ServeSocket: true})
-	s.register(w)
-	s.enforce(w)
+	for name, promote := range map[string]func(suite, worker){
+		"same Node": suite.promote,
+		"next Node": func(s suite, w worker) {
+			s.Remove(w.name)
+			s.register(w)
+			s.promote(w)
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			s := alone(t)
+			w := s.bootAs(s.plan(), talostest.MachineSpec{Type: talosmachine.TypeControlPlane, ServeSocket: true})
+			s.register(w)
+			s.enforce(w)
 
-	first := s.credential(w)
-	s.awaitIssued(s.post(w, request{config: first}))
-	s.awaitPinned(w, first)
+			first := s.credential(w)
+			s.awaitIssued(s.post(w, request{config: first}))
+			s.awaitPinned(w, first)
 
-	s.promote(w)
-	s.main.allow(w.name, leaders["extension"])
+			promote(s, w)
+			s.main.allow(w.name, leaders["extension"])
 
-	pending := s.post(w, request{config: first})
-	s.assertUnexpected(pending)
-	s.state(w, first)
-	s.awaitIssued(pending)
-	assert.NotContains(t, s.Node(w.name).Labels, noderecord.LabelRole)
+			pending := s.post(w, request{config: first})
+			s.assertUnexpected(pending)
+			s.state(w, first)
+			s.awaitIssued(pending)
+			assert.NotContains(t, s.Node(w.name).Labels, noderecord.LabelRole)
+		})
+	}
 }
