@@ -108,7 +108,7 @@ func (p planner) desired(s state) (desired *nodespec.Spec, problems []events.Pro
 	return nil, problems
 }
 
-// plan compares a Node with its desired state. The owner of the desired providerID is another Node, or empty.
+// plan compares a Node with its desired state. owner is the other Node that has the desired providerID; empty if none.
 func (p planner) plan(s state, owner string) (plan, error) {
 	pending := plan{isPending: s.managed, problems: s.problems}
 	if s.spec == nil {
@@ -147,14 +147,14 @@ type plan struct {
 	apply               bool
 	labels, annotations map[string]string
 	// recordsTaint is true if the labels record a taint as enforced that was not recorded before. The request then carries
-	// the resourceVersion, so that a taint of another client is not recorded. A taint that another client adds before the
-	// next request is still mistaken for an enforced one.
+	// the resourceVersion, so that it fails if another client has added the taint since. A taint that another client adds
+	// between this request and the next one is still mistaken for an enforced one.
 	recordsTaint bool
 	// addresses replace status.addresses unless nil.
 	addresses []corev1.NodeAddress
 	// conditions are set, or removed if they have no status.
 	conditions []corev1.NodeCondition
-	// providerID is set unless empty, which means that the Node has one.
+	// providerID is set unless empty: the Node has one, or another Node still has it.
 	providerID string
 	// taints replace spec.taints if updateTaints is true.
 	taints       []corev1.Taint
