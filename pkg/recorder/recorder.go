@@ -46,8 +46,8 @@ const (
 	timeout = 30 * time.Second
 )
 
-// ReasonCertificateReplaced: on a control-plane Node: its machine stated another client certificate of its kubelet than
-// before, and has another volume: it was reinstalled, or two machines have the same nodename.
+// ReasonCertificateReplaced: the machine of a control-plane Node stated another client certificate of its kubelet than
+// before, and has another volume or node ID. It was reinstalled, or two machines have the nodename.
 // Fix: none after a reinstallation; docs/troubleshooting/certificates.md#client-certificate-replaced.
 const ReasonCertificateReplaced = "ClientCertificateReplaced"
 
@@ -59,7 +59,7 @@ type Recorder struct {
 	Clock  clock.Clock
 }
 
-// Run states the certificate every minute, and more often until the first success, until ctx ends. It logs the reason of
+// Run states the certificate every minute until ctx ends, and sooner after the first few failures. It logs the reason of
 // failures when the reason changes.
 func (r *Recorder) Run(ctx context.Context) {
 	var reported string

@@ -64,7 +64,7 @@ const (
 	ReasonTooManyPorts = "TooManyPorts"
 	// ReasonUnsupportedProxyMode: kube-proxy uses IPVS (link `kube-ipvs0`) on all Nodes that could receive traffic; the
 	// Service keeps their addresses and gets no new ones.
-	// Fix: set `cluster.proxy.mode: nftables` (Talos 1.14: `KubeProxyConfig`), and reboot.
+	// Fix: set `cluster.proxy.mode: nftables` (Talos 1.14: `KubeProxyConfig`), and reboot, or use another load balancer.
 	ReasonUnsupportedProxyMode = "UnsupportedProxyMode"
 	// ReasonInvalidAnnotation: `talos-ccm.dev/node-selector` is no label selector, or has more than 16 KiB or 100
 	// requirements, or `talos-ccm.dev/addresses` has an unknown value; the addresses stay.
