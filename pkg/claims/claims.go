@@ -56,15 +56,15 @@ type owner struct {
 	nodename string
 	node     *corev1.Node         // nil for a machine
 	endpoint netip.Addr           // at which the machine responded
-	live     []string             // what the machine reports, at least its nodename, or what the Node lists
+	live     []string             // what the machine reports (at least its nodename), or what the Node lists
 	ended    map[string]time.Time // when claims end to what the machine no longer reports
-	until    time.Time            // when all other claims of a deleted Node end; zero for a machine, and if the Node exists
+	until    time.Time            // when the claims of a deleted Node end, except those in ended; zero for all others
 
-	// isDeleted is true for a machine that is to be forgotten, because its Node was deleted. The inventory may also forget
-	// it before: then last is what it reported, until its Node is deleted. For a deleted Node, last is what its machine
-	// reported, or what the Node listed if its machine has never responded.
+	// isDeleted is true for a machine whose Node was deleted, and which the inventory has not forgotten yet.
 	isDeleted bool
-	last      []string
+	// last is, for a machine that the inventory has forgotten, what it reported, until DeleteNode takes it. For a deleted
+	// Node, it is what its machine reported, or what the Node listed if its machine has never responded.
+	last []string
 }
 
 // New returns empty Claims that read the time from now.
@@ -141,13 +141,13 @@ func ownerOf(owners map[string]*owner, nodename string) *owner {
 	return owners[nodename]
 }
 
-// replace replaces the live claims of an owner. It requires c.mu, as all private functions do.
+// replace replaces the live claims of an owner. It requires c.mu, as all private methods do.
 func (c *Claims) replace(o *owner, subjects []string) {
 	before, after := sets.New(o.live...), sets.New(subjects...)
 	o.live = after.UnsortedList()
 
 	for subject := range before.Difference(after) {
-		if o.node == nil && len(o.ended) < maxValues { // do not evict: the earlier values may be another machine's
+		if o.node == nil && len(o.ended) < maxValues { // evicting an earlier value would free what may be another machine's
 			o.ended[subject] = c.now().Add(Retention)
 		} else {
 			c.remove(o, subject)
@@ -207,8 +207,8 @@ type Requester struct {
 	ObservedAt time.Time  // when the machine was last read
 }
 
-// Of returns the Nodes that own a name or an address, given in canonical form, except the requester's Node, and when the
-// claims of deleted Nodes end. A deleted Node with the requester's name is a different Node. The value is zero for others.
+// Of returns the Nodes that own a name or an address, given in canonical form. owners maps each to the time when its claim
+// ends if its Node was deleted, else to zero. The requester's own Node is omitted, but not a deleted Node of its name.
 // contradicted are Nodes that list the value, and whose machines did not report it: they own it only if the configuration
 // assigns it to them.
 func (c *Claims) Of(subject string, by Requester) (owners map[string]time.Time, contradicted []*corev1.Node) {
@@ -219,7 +219,7 @@ func (c *Claims) Of(subject string, by Requester) (owners map[string]time.Time, 
 
 	var existing []string
 
-	if o := c.nodes[by.Nodename]; o != nil && by.UID != "" && by.UID != o.node.UID { // DeleteNode will be called
+	if o := c.nodes[by.Nodename]; o != nil && by.UID != "" && by.UID != o.node.UID { // replaced, and DeleteNode was not called yet
 		existing = append(existing, o.nodename)
 	}
 
@@ -270,7 +270,8 @@ func (o *owner) blocks(by Requester, subject string, until, now time.Time) bool 
 
 // contradicts reports whether the machine of a Node has responded and did not report a value that the Node lists. Kubelets
 // write their Nodes. But an attacker who took over the Node's address could respond in place of the machine and omit
-// values. Therefore, nothing contradicts the kubelet's node IP of the IP family that was not dialed.
+// values. Therefore, nothing contradicts the kubelet's node IP of the IP family that was not dialed. The dialed one is the
+// endpoint, which counts as reported.
 func (c *Claims) contradicts(o *owner, subject string) bool {
 	m := c.machines[o.nodename]
 	if o.node == nil || m == nil || len(m.live) == 0 {

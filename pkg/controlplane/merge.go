@@ -68,7 +68,8 @@ type facts struct {
 	nodes     []*corev1.Node
 	// isLabeled is true if a Node has the label of the control plane.
 	isLabeled bool
-	// machines are those of labeled Nodes, sorted by nodename. Without labeled Nodes, it is the local machine as localMachine.
+	// machines are those of labeled Nodes, sorted by nodename. If no Node is labeled: only the local machine, named
+	// localMachine.
 	machines []source
 	hosted   *csrpolicy.ClusterSubjects
 }
@@ -84,7 +85,7 @@ func (s source) read() machine.ControlPlane {
 	return ptr.Deref(s.entry.Last.ControlPlane, machine.ControlPlane{})
 }
 
-// subjects returns nil for the local machine without a labeled Node: its names and addresses do not count.
+// subjects returns nil for localMachine: its names and addresses do not count.
 func (s source) subjects() *machine.ClusterSubjects {
 	if s.nodename == localMachine {
 		return nil
@@ -149,7 +150,8 @@ func (f *facts) identity() csrpolicy.ClusterIdentity {
 		id.Reported = append(id.Reported, csrpolicy.Report{Source: source, ClusterSubjects: subjects})
 	}
 
-	// The kubelets of Nodes in a ServiceCIDR must not have all their requests denied.
+	// A ServiceCIDR that contains Nodes is only reported, so that requests wait. If it were stated, all requests of these
+	// Nodes' kubelets would be denied.
 	for _, cidr := range serviceCIDRs.ServiceCIDRs {
 		inCIDR := func(node *corev1.Node) bool { return slices.ContainsFunc(nodespec.DialAddresses(node), cidr.Contains) }
 		if slices.ContainsFunc(f.nodes, inCIDR) {
@@ -217,7 +219,7 @@ func (f *facts) network() *Network {
 	return network
 }
 
-// members returns the members. Machines that do not respond see none.
+// members returns the members. SeenBy omits machines that do not respond.
 func (f *facts) members() *Members {
 	members := &Members{SeenBy: map[string]MemberList{}}
 

@@ -8,8 +8,8 @@
 // A session is one connection to the apid of one machine. The proxy of the local apid is not used, because its memory and
 // files are limited. A session watches the resources whose changes must reach the Node immediately. It polls all others,
 // because watches cost memory on both sides: every 10 s while the machine boots, then every 1 to 10 minutes, and soon
-// after a change that probably affects them. Resources that do not change before a reboot are read until the machine
-// runs. A resource kind that a Talos version does not have is empty.
+// after a change that probably affects them. Resources that do not change before a reboot are no longer read once the
+// machine runs. A resource kind that a Talos version does not have is empty.
 //
 // The first view is published when every watch has sent its initial resources and every poll has completed once. Later
 // changes are published together after a short time, since Talos makes related changes one after the other.
@@ -23,8 +23,9 @@
 // view stays current until a connection attempt fails. From then on, the inventory keeps the view as the view of an
 // unreachable machine.
 //
-// A machine that sends more than package talosapi allows is unreachable, too. If only facts exceed the limits, they are not
-// reported. The machines of Nodes that are not known may send less, and take no places of known ones.
+// A machine that sends more than package talosapi allows is unreachable, too. If only facts exceed the limits, the facts
+// are omitted, and the machine stays reachable. Machines of Nodes that are not known (nodespec.IsKnown) have lower limits,
+// and slots of their own.
 package reflector
 
 import (
@@ -59,21 +60,22 @@ import (
 
 const (
 	// maxConnecting limits the machines that are read for the first time at once, from the TLS handshake to the first
-	// view. More at once need more memory and save no time. Control-plane Nodes, other known Nodes and others have separate
-	// limits, and so have steady and unsteady machines. A machine that stalls delays others for at most slotTime. A machine that drops packets delays
-	// none, because the limits do not include TCP connection attempts.
+	// view. More at once need more memory and save no time. Machines of control-plane Nodes, other known Nodes and others
+	// have separate limits, and so have steady and unsteady machines. A machine that stalls delays others for at most
+	// slotTime. A machine that drops packets delays none, because the limits do not include TCP connection attempts.
 	maxConnecting = 32
 	slotTime      = time.Second
 
-	// maxPerAddress limits the sessions at one address, for each Trust. A machine reports one nodename, so
-	// only one Node has a lasting session, unless the machine lies. Others wait at most for addressTime.
+	// maxPerAddress limits the sessions at one address, for each Trust. A machine reports one nodename, so of several Nodes
+	// with one address only one keeps its session, unless the machine lies. The others fail after addressTime.
 	maxPerAddress = 4
 	addressTime   = 10 * time.Second
 
 	// A machine is unsteady after a session that was shorter than shortSession, or failed to begin.
 	shortSession = time.Minute
 
-	// Shares of the machines of Nodes that are not known. A small new machine needs about a tenth of its own.
+	// ownShare is what the machine of a Node that is not known may always send in a session, in bytes. All of these machines
+	// together may send commonShare beyond it. A small new machine needs about a tenth of its own.
 	ownShare    = 128 << 10
 	commonShare = 64 << 20
 
@@ -116,7 +118,7 @@ type Reflector struct {
 	slots map[slot]chan struct{} // semaphores in use
 	wg    sync.WaitGroup
 
-	// Of new tasks:
+	// What the next started tasks get:
 	kinds     machine.Kinds
 	local     string // nodename of the local machine
 	dialLocal func() (talosapi.State, error)
@@ -203,7 +205,7 @@ func (r *Reflector) FollowNodes(informer coreinformers.NodeInformer) error {
 	return err
 }
 
-// Trust is what is known about a Node that no kubelet can have written.
+// Trust is how well a Node is known, from what no kubelet can write.
 type Trust int
 
 const (
@@ -231,7 +233,7 @@ func trustIn(node *corev1.Node) Trust {
 func (r *Reflector) nodeUpdated(before, after *corev1.Node) {
 	switch {
 	case nodespec.IsControlPlane(before) != nodespec.IsControlPlane(after):
-		r.renew(before.Name, func(*task) bool { return true }) // only a control-plane Node is dialed as one
+		r.renew(before.Name, func(*task) bool { return true }) // the role decides how the machine is dialed
 	case !nodespec.IsReady(before) && nodespec.IsReady(after):
 		r.renew(before.Name, func(t *task) bool { return t.failed.Load() }) // the machine is back
 	}
@@ -526,11 +528,11 @@ func (r *Reflector) watch(ctx context.Context, nodename string, addr netip.Addr,
 	}
 
 	established, err = s.run(ctx)
-	if established || s.controlPlane == nil { // else the machine may be a different one
+	if established || s.controlPlane == nil { // else the facts may be of another machine
 		t.controlPlane = s.controlPlane
 	}
 
-	// Reading again and again what is polled uses the share, too.
+	// An established session that has used up its share by polling is renewed.
 	if exceeded := share.Err(); exceeded != nil && established {
 		err = errSessionExpired
 	} else if exceeded != nil {
@@ -588,7 +590,8 @@ func (r *Reflector) trustOf(t *task) Trust {
 	return t.trust
 }
 
-// keep replaces the share when the inventory has the view of another session. The caller holds Reflector.mu.
+// keep releases the share of the view that the inventory no longer has. Nodes that are known need none. The caller holds
+// Reflector.mu.
 func (t *task) keep(share *talosapi.Share) {
 	if t.share != share {
 		t.share.Release()
@@ -661,7 +664,7 @@ func (r *Reflector) report(logger klog.Logger, nodename string, t *task, err err
 	if mismatch := (*mismatchError)(nil); errors.As(err, &mismatch) {
 		logger.Info("Machine at the Node's address reports another nodename", "address", mismatch.addr, "nodename", mismatch.nodename)
 
-		if !hasNode { // the local machine was renamed before it had a Node, whose deletion would end the entry
+		if !hasNode { // a renamed local machine: without a Node, no deletion would ever end the entry
 			r.inventory.Forget(nodename)
 
 			return

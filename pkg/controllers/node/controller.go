@@ -100,7 +100,8 @@ const (
 	// syncTimeout bounds all API requests of one sync.
 	syncTimeout = 30 * time.Second
 
-	// factsTimeout is how long a new Node waits until its machine has booted. Something that waits for the Node may delay that.
+	// factsTimeout is how long a new Node waits until its machine has booted. The boot may itself wait for something that
+	// needs the Node.
 	factsTimeout = time.Minute
 
 	// maxRequests is one more than a Node needs.
@@ -200,7 +201,7 @@ func (c *Controller) queueWaiting(nodenames ...string) {
 // Run processes the queue. It returns after ctx has ended and all workers have finished.
 func (c *Controller) Run(ctx context.Context) {
 	defer c.queue.ShutDown()
-	// The next leader counts the Nodes.
+	// An instance that does not lead reports none.
 	defer c.pending.update(func(names sets.Set[string]) { names.Clear() })
 
 	if !cache.WaitForNamedCacheSyncWithContext(ctx, c.config.Nodes.Informer().HasSynced) {
@@ -330,7 +331,7 @@ func (c *Controller) prepare(node *corev1.Node) (p plan, again time.Duration, er
 
 	c.report(node, problems)
 
-	// A Node gets its first conditions with its addresses or, if these are right, after it is initialized.
+	// A Node gets its first conditions with its addresses or, if no addresses must be written, after its initialization.
 	if !isUninitialized || p.addresses != nil || slices.ContainsFunc(node.Status.Conditions, isOwn) {
 		p.conditions, again = c.conditions.sync(s)
 	}
