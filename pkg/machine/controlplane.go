@@ -15,7 +15,6 @@ import (
 	"github.com/spf13/pflag"
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/runtime"
-	genericcontrollermanager "k8s.io/controller-manager/app"
 
 	"github.com/talos-ccm/talos-ccm/pkg/cidrset"
 )
@@ -235,11 +234,7 @@ func (c *KCMConfig) setArguments(args []string) {
 		return
 	}
 
-	for i, name := range *controllers {
-		(*controllers)[i] = strings.ReplaceAll(name, nodeIPAMAlias, nodeIPAM)
-	}
-
-	c.AllocatesNodeCIDRs = *allocate && genericcontrollermanager.IsControllerEnabled(nodeIPAM, nil, *controllers)
+	c.AllocatesNodeCIDRs = *allocate && assignsPodCIDRs(*controllers)
 
 	if len(c.ClusterCIDRs) == 1 && c.ClusterCIDRs[0].Addr().Is4() {
 		*sizeIPv4 = cmp.Or(*sizeIPv4, *size)
@@ -249,4 +244,15 @@ func (c *KCMConfig) setArguments(args []string) {
 
 	c.MaskSizes = map[corev1.IPFamily]int{corev1.IPv4Protocol: *sizeIPv4, corev1.IPv6Protocol: *sizeIPv6}
 	maps.DeleteFunc(c.MaskSizes, func(_ corev1.IPFamily, size int) bool { return size == 0 })
+}
+
+// assignsPodCIDRs reports whether the value of --controllers enables the controller. Its first entry decides.
+func assignsPodCIDRs(controllers []string) bool {
+	for _, entry := range controllers {
+		if name := strings.TrimPrefix(entry, "-"); name == nodeIPAM || name == nodeIPAMAlias {
+			return name == entry
+		}
+	}
+
+	return slices.Contains(controllers, "*")
 }

@@ -10,6 +10,7 @@ replace github.com/talos-ccm/talos-ccm => ../..
 require (
 	github.com/cosi-project/runtime v1.16.2
 	github.com/prometheus/procfs v0.23.0
+	github.com/siderolabs/gen v0.8.8
 	github.com/siderolabs/talos/pkg/machinery v1.14.1
 	github.com/stretchr/testify v1.12.1
 	golang.org/x/sync v0.24.0
@@ -80,7 +81,6 @@ require (
 	github.com/ryanuber/go-glob v1.0.0 // indirect
 	github.com/sasha-s/go-deadlock v0.3.9 // indirect
 	github.com/siderolabs/crypto v0.6.5 // indirect
-	github.com/siderolabs/gen v0.8.8 // indirect
 	github.com/siderolabs/go-pointer v1.0.1 // indirect
 	github.com/siderolabs/go-retry v0.3.3 // indirect
 	github.com/siderolabs/net v0.4.0 // indirect
