@@ -2,6 +2,7 @@ package controlplane_test
 
 import (
 	"net/netip"
+	"strings"
 	"testing"
 
 	"github.com/cosi-project/runtime/api/v1alpha1"
@@ -85,15 +86,17 @@ func TestReader_ReadsTheRestOfMachineWithTooManyMembers(t *testing.T) {
 	m := s.addControlPlane("crowded-cp")
 
 	member := &v1alpha1.Resource{
-		Metadata: &v1alpha1.Metadata{Namespace: clusterres.NamespaceName, Type: clusterres.MemberType, Version: "1", Phase: "running"},
-		Spec:     &v1alpha1.Spec{},
+		Metadata: &v1alpha1.Metadata{
+			Namespace: clusterres.NamespaceName, Type: clusterres.MemberType, Version: "1", Phase: "running", Owner: strings.Repeat("o", 64<<10),
+		},
+		Spec: &v1alpha1.Spec{},
 	}
 	m.Lie(func(request proto.Message, stream grpc.ServerStream, honest func() error) error {
 		if list, ok := request.(*v1alpha1.ListRequest); !ok || list.GetType() != clusterres.MemberType {
 			return honest()
 		}
 
-		for range 17_000 {
+		for range 200 {
 			if err := stream.SendMsg(&v1alpha1.ListResponse{Resource: member}); err != nil {
 				return err
 			}

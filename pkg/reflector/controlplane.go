@@ -18,6 +18,9 @@ const (
 	factsInterval   = 30 * time.Second
 	factsRetryFirst = 500 * time.Millisecond
 	factsRetryMax   = 5 * time.Second
+
+	// factsTimeout is less than answerTimeout: a session goes on without facts that take longer.
+	factsTimeout = 10 * time.Second
 )
 
 // startFacts returns the timer of the facts of a control-plane machine; of other machines, it never fires.
@@ -39,11 +42,14 @@ func (s *session) pollFacts(ctx context.Context) {
 }
 
 // readControlPlane reads the facts of a control-plane machine. A fact that the machine does not have, refuses, or that
-// exceeds a limit keeps its last value. The result is nil for other machines.
+// exceeds a limit or the timeout keeps its last value. The result is nil for other machines.
 func (s *session) readControlPlane(ctx context.Context) *machine.ControlPlane {
 	if s.controlPlane == nil {
 		return nil
 	}
+
+	ctx, cancel := context.WithTimeout(ctx, factsTimeout)
+	defer cancel()
 
 	facts := *s.controlPlane // views share it
 

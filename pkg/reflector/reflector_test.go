@@ -11,7 +11,9 @@ import (
 	"testing"
 	"time"
 
+	"github.com/cosi-project/runtime/api/v1alpha1"
 	"github.com/cosi-project/runtime/pkg/resource"
+	"github.com/siderolabs/talos/pkg/machinery/resources/cluster"
 	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
@@ -192,6 +194,25 @@ func TestReflector_LocalMachineRespondsAtItsOwnAddressesOnly(t *testing.T) {
 
 	s.reflector.Untrack(local.Nodename())
 	s.awaitView(local, func(m machine.Machine) bool { return m.ControlPlane.Local && len(local.Calls()) > calls })
+}
+
+// The timeout is of a request, so it takes real time.
+func TestReflector_ReadsTheRestOfMachineWhoseMembersHang(t *testing.T) {
+	t.Parallel()
+
+	s := newRealSuite(t)
+	s.reflector.ReadsMembers = func() bool { return true }
+	local := s.add(talostest.MachineSpec{Nodename: "hanging", ServeSocket: true})
+	local.Lie(func(request proto.Message, stream grpc.ServerStream, honest func() error) error {
+		if list, ok := request.(*v1alpha1.ListRequest); ok && list.GetType() == cluster.MemberType {
+			<-stream.Context().Done()
+		}
+
+		return honest()
+	})
+
+	s.reflector.TrackLocal(local.Nodename(), func() (talosapi.State, error) { return talosapi.DialSocket(local.Socket()) })
+	s.awaitView(local, func(m machine.Machine) bool { return m.ControlPlane.Problem != "" && m.ControlPlane.Members == nil })
 }
 
 func TestReflector_MarksDisconnectedMachineUnreachableUntilItReconnects(t *testing.T) {

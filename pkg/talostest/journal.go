@@ -17,7 +17,7 @@ const (
 )
 
 // journalSize is the number of calls that a journal keeps.
-const journalSize = 128
+const journalSize = 512
 
 // Call is an RPC that a machine received.
 type Call struct {
