@@ -319,8 +319,8 @@ func (c *Claims) Deleted(nodename string) (nodes []*corev1.Node) {
 
 // ListedBy returns a Node's name and addresses in canonical form. It includes the node IPs that its kubelet was started
 // with even if the status does not list them. The node controller also writes the status, and a different machine may
-// respond at the Node's address. Of more than maxValues, it returns those of the status first, which the node controller
-// corrects.
+// respond at the Node's address. If the Node lists more than maxValues, the annotation with the node IPs is cut off: the node
+// controller corrects the status, but nobody the annotation.
 func ListedBy(node *corev1.Node) []string {
 	list := []string{machine.CanonicalName(node.Name)}
 

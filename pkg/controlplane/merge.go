@@ -182,10 +182,7 @@ func (f *facts) reports() (reports []csrpolicy.Report, suffices bool) {
 		if subjects := s.subjects(); subjects != nil {
 			isLocalKnown = isLocalKnown || s.read().Local
 
-			reports = append(reports, csrpolicy.Report{Source: fmt.Sprintf("machine %q", s.nodename), ClusterSubjects: csrpolicy.ClusterSubjects{
-				APIServerNames: subjects.EndpointNames, APIServerIPs: subjects.EndpointIPs, VIPs: subjects.VIPs,
-				PodCIDRs: subjects.PodCIDRs, ServiceCIDRs: subjects.ServiceCIDRs,
-			}})
+			reports = append(reports, csrpolicy.Report{Source: fmt.Sprintf("machine %q", s.nodename), ClusterSubjects: *subjects})
 		}
 	}
 

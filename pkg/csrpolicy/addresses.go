@@ -67,7 +67,7 @@ func (c *checker) checkReserved(ip netip.Addr) bool {
 	var cidr string
 
 	source := c.sourceOf(func(s ClusterSubjects) bool {
-		cidr = s.reservedCIDR(ip)
+		cidr = reservedCIDR(s, ip)
 
 		return cidr != ""
 	})
@@ -86,7 +86,7 @@ func (c *checker) checkReserved(ip netip.Addr) bool {
 
 // reservedCIDR returns the CIDR of Services or pods that contains ip, or the virtual address ip as a CIDR. It returns an
 // empty string for other addresses. The address must be unmapped.
-func (s ClusterSubjects) reservedCIDR(ip netip.Addr) string {
+func reservedCIDR(s ClusterSubjects, ip netip.Addr) string {
 	cidrs := slices.Concat(s.ServiceCIDRs, s.PodCIDRs)
 
 	for _, vip := range s.VIPs {

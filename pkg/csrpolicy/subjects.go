@@ -9,6 +9,8 @@ import (
 	"time"
 
 	talosmachine "github.com/siderolabs/talos/pkg/machinery/config/machine"
+
+	"github.com/talos-ccm/talos-ccm/pkg/machine"
 )
 
 // Codes of both names and addresses. All are reasons to keep a request pending, except NotOwned, which is a reason to
@@ -38,18 +40,8 @@ type ClusterIdentity struct {
 	Reported []Report
 }
 
-// ClusterSubjects are names and addresses of a cluster. Prefixes of IPv4 are not IPv4-mapped.
-type ClusterSubjects struct {
-	// APIServerNames and APIServerIPs identify the API server to clients. Talos adds the names and addresses of each
-	// control-plane machine to the API server's certificate. The control-plane machine may have a certificate for them.
-	APIServerNames []string
-	APIServerIPs   []netip.Addr
-	ServiceCIDRs   []netip.Prefix
-	// PodCIDRs are the cluster's, without pod CIDRs allocated from machines' own subnets.
-	PodCIDRs []netip.Prefix
-	// VIPs are addresses of Services, and virtual addresses that move between machines.
-	VIPs []netip.Addr
-}
+// ClusterSubjects are names and addresses of the cluster.
+type ClusterSubjects = machine.ClusterSubjects
 
 // Report contains the subjects that one source reports.
 type Report struct {

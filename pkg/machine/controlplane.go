@@ -45,15 +45,18 @@ type ControlPlane struct {
 // IsComplete reports whether all facts have been read at least once. Members do not count.
 func (c *ControlPlane) IsComplete() bool { return c != nil && c.Subjects != nil && c.KCM != nil }
 
-// ClusterSubjects are names and addresses of the cluster itself.
+// ClusterSubjects are names and addresses of the cluster itself. Prefixes of IPv4 are not IPv4-mapped.
 type ClusterSubjects struct {
-	// EndpointNames and EndpointIPs are the endpoint of the cluster as the machine resolves it.
-	EndpointNames []string
-	EndpointIPs   []netip.Addr
-	// VIPs are virtual IPs that the machine can have.
+	// APIServerNames and APIServerIPs identify the API server to clients: a machine reports the endpoint of the cluster as
+	// it resolves it. Talos adds the names and addresses of each control-plane machine to the API server's certificate. The
+	// control-plane machine may have a certificate for them.
+	APIServerNames []string
+	APIServerIPs   []netip.Addr
+	ServiceCIDRs   []netip.Prefix
+	// PodCIDRs are the cluster's, without pod CIDRs allocated from machines' own subnets.
+	PodCIDRs []netip.Prefix
+	// VIPs are addresses of Services, and virtual addresses that move between machines.
 	VIPs []netip.Addr
-	// PodCIDRs and ServiceCIDRs are masked.
-	PodCIDRs, ServiceCIDRs []netip.Prefix
 }
 
 // KCMConfig is how the machine's kube-controller-manager assigns addresses.
@@ -155,7 +158,7 @@ func readSubjects(get Getter) (*ClusterSubjects, error) {
 	}
 
 	if err == nil {
-		subjects.EndpointIPs, subjects.EndpointNames = endpoint.TypedSpec().Addresses, endpoint.TypedSpec().Hosts
+		subjects.APIServerIPs, subjects.APIServerNames = endpoint.TypedSpec().Addresses, endpoint.TypedSpec().Hosts
 	}
 
 	excluded, err := read[*k8s.NodeIPConfig](get, k8s.NewNodeIPConfig(k8s.NamespaceName, k8s.KubeletID).Metadata())

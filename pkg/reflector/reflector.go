@@ -170,7 +170,7 @@ func (r *Reflector) Run(ctx context.Context) {
 	r.ctx = ctx
 
 	for nodename, t := range r.tasks {
-		r.tasks[nodename] = r.start(nodename, t.addresses, t)
+		r.start(nodename, t.addresses)
 	}
 	r.mu.Unlock()
 
@@ -247,8 +247,7 @@ func (r *Reflector) Track(nodename string, addresses []netip.Addr, trust Trust) 
 
 	t := r.tasks[nodename]
 	if t == nil || !slices.Equal(t.addresses, addresses) {
-		t = r.start(nodename, slices.Clone(addresses), t)
-		r.tasks[nodename] = t
+		t = r.start(nodename, slices.Clone(addresses))
 	}
 
 	t.trust, t.node = trust, true
@@ -265,12 +264,11 @@ func (r *Reflector) TrackLocal(nodename string, dial func() (talosapi.State, err
 
 	var addresses []netip.Addr
 
-	old := r.tasks[nodename]
-	if old != nil {
+	if old := r.tasks[nodename]; old != nil {
 		addresses = old.addresses
 	}
 
-	r.tasks[nodename] = r.start(nodename, addresses, old)
+	r.start(nodename, addresses)
 }
 
 // Local returns the nodename of the local machine; an empty string before TrackLocal.
@@ -286,8 +284,8 @@ func (r *Reflector) renew(nodename string, needed func(*task) bool) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 
-	if old := r.tasks[nodename]; old != nil && needed(old) {
-		r.tasks[nodename] = r.start(nodename, old.addresses, old)
+	if t := r.tasks[nodename]; t != nil && needed(t) {
+		r.start(nodename, t.addresses)
 	}
 }
 
@@ -303,8 +301,8 @@ func (r *Reflector) ReadFacts(kinds machine.FactKinds) {
 
 	r.kinds = r.kinds.WithFacts(kinds)
 
-	for nodename, old := range r.tasks {
-		r.tasks[nodename] = r.start(nodename, old.addresses, old)
+	for nodename, t := range r.tasks {
+		r.start(nodename, t.addresses)
 	}
 }
 
@@ -340,13 +338,16 @@ func (r *Reflector) Untrack(nodename string) {
 	defer r.mu.Unlock()
 
 	if nodename == r.local && r.tasks[nodename] == nil {
-		r.tasks[nodename] = r.start(nodename, nil, nil)
+		r.start(nodename, nil)
 	}
 }
 
-// start returns a task that begins after old has ended. Outside of Run it does not start the task. The caller holds r.mu.
-func (r *Reflector) start(nodename string, addresses []netip.Addr, old *task) *task {
-	t := &task{addresses: addresses, kinds: r.kinds, done: make(chan struct{})}
+// start replaces the task of a Node, if any, by one that begins after it has ended. Outside of Run it does not start the
+// task. The caller holds r.mu.
+func (r *Reflector) start(nodename string, addresses []netip.Addr) *task {
+	old, t := r.tasks[nodename], &task{addresses: addresses, kinds: r.kinds, done: make(chan struct{})}
+	r.tasks[nodename] = t
+
 	if old != nil {
 		t.trust, t.node = old.trust, old.node
 	}

@@ -186,8 +186,8 @@ func (a *Admin) WatchServiceConfig(ctx context.Context, name string, ch chan<- s
 	return nil
 }
 
-// KubeletCertificate returns the client certificate of the machine's kubelet. The file also has the private key, so all
-// copies of it are cleared. Before the kubelet has a certificate, the code of the error is NotFound.
+// KubeletCertificate returns the client certificate of the machine's kubelet. The file also has the private key, so the
+// copies in this package are cleared. Before the kubelet has a certificate, the code of the error is NotFound.
 func (a *Admin) KubeletCertificate(ctx context.Context) (*x509.Certificate, error) {
 	ctx, cancel := context.WithCancel(ctx) // ends the stream
 	defer cancel()

@@ -94,7 +94,7 @@ func (c *Controller) credentials(node *corev1.Node) csrpolicy.Credentials {
 	return credentials
 }
 
-// syncIssued moves the pin of a Node after a rotation: the API server forgets the request within about an hour.
+// syncIssued updates the record of a Node after a rotation: the API server forgets the request within about an hour.
 // Requests of the Node may depend on it.
 func (c *Controller) syncIssued(ctx context.Context, nodename string) error {
 	c.requeueFor(nodename)
