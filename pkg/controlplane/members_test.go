@@ -4,13 +4,18 @@ import (
 	"net/netip"
 	"testing"
 
+	"github.com/cosi-project/runtime/api/v1alpha1"
 	clusterres "github.com/siderolabs/talos/pkg/machinery/resources/cluster"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
+	"google.golang.org/grpc"
+	"google.golang.org/protobuf/proto"
 
 	"github.com/talos-ccm/talos-ccm/pkg/controlplane"
 	"github.com/talos-ccm/talos-ccm/pkg/csrpolicy"
+	"github.com/talos-ccm/talos-ccm/pkg/inventory"
 	"github.com/talos-ccm/talos-ccm/pkg/talostest"
+	"github.com/talos-ccm/talos-ccm/test/ctest"
 )
 
 func TestMembers_Absent(t *testing.T) {
@@ -74,6 +79,36 @@ func TestReader_ReadsTheMembers(t *testing.T) {
 
 	assert.Empty(t, s.members().Absent("w-2", "3"))
 	assert.Empty(t, s.members().Addresses())
+}
+
+// Only the members are unknown then.
+func TestReader_ReadsTheRestOfMachineWithTooManyMembers(t *testing.T) {
+	s := newSuite(t, bed.Kube.Config(), func(s *suite, _ *controlplane.Config) { s.readsMembers = true })
+	m := s.addControlPlane("crowded-cp")
+
+	member := &v1alpha1.Resource{
+		Metadata: &v1alpha1.Metadata{Namespace: clusterres.NamespaceName, Type: clusterres.MemberType, Version: "1", Phase: "running"},
+		Spec:     &v1alpha1.Spec{},
+	}
+	m.Lie(func(request proto.Message, stream grpc.ServerStream, honest func() error) error {
+		if list, ok := request.(*v1alpha1.ListRequest); !ok || list.GetType() != clusterres.MemberType {
+			return honest()
+		}
+
+		for range 17_000 {
+			if err := stream.SendMsg(&v1alpha1.ListResponse{Resource: member}); err != nil {
+				return err
+			}
+		}
+
+		return nil
+	})
+
+	// Steps of the clock would end a session that has not listed so many members yet.
+	ctest.Eventually(s, "the machine was read", func() bool { return s.inventory.Get(m.Nodename()).Condition == inventory.Current })
+	s.await("the identity is known", known)
+	assert.Empty(t, s.members().SeenBy)
+	assert.Equal(t, 1, s.members().ControlPlane)
 }
 
 var memberAddress = netip.MustParseAddr("192.0.2.1")
