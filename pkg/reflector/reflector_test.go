@@ -485,6 +485,7 @@ func TestReflector_LimitsSessionsAtOneAddress(t *testing.T) {
 	s.eventually("all sessions have started", func() bool { return sessions(stalling) == perAddress })
 	s.reflector.Track("late", []netip.Addr{stalling.Address()}, reflector.Unknown)
 	s.eventually("its connection is open", func() bool { return stalling.Connections() == perAddress+1 })
+	s.eventually("it waits for a place", func() bool { return s.clock.Waiters() == perAddress*startingTimers+1 })
 	s.clock.Step(addressTime)
 
 	assert.Equal(t, "4 other Nodes have the address "+stalling.Address().String(), s.await("late", inventory.Unreachable).Reason)

@@ -41,7 +41,9 @@ const (
 	perAddress  = 4
 	addressTime = 10 * time.Second
 
-	// watchingTimers is the number of timers of an idle session: next poll and expiry.
+	// startingTimers and watchingTimers are the numbers of timers of a session that waits for the first answer and of an
+	// idle one: next poll and expiry.
+	startingTimers = 4
 	watchingTimers = 2
 )
 
@@ -283,7 +285,7 @@ func (s *suite) stepUntil(what string, condition func() bool) {
 			return true
 		}
 
-		if s.clock.Waiters() <= 1 {
+		if s.clock.Waiters() == 1 {
 			s.clock.Step(time.Second)
 		}
 
