@@ -1,6 +1,7 @@
 package nodespec_test
 
 import (
+	"errors"
 	"fmt"
 	"net/netip"
 	"slices"
@@ -138,7 +139,10 @@ func TestNewInput_WithPeers(t *testing.T) {
 		Architecture: "arm64", KubernetesVersion: "v1.36.2", Options: nodespec.Options{PreferIPv6: true},
 	}, in)
 
-	other := &corev1.Node{}
+	other := &corev1.Node{
+		ObjectMeta: metav1.ObjectMeta{Labels: map[string]string{nodespec.LabelPlatform: "metal"}},
+		Spec:       corev1.NodeSpec{ProviderID: "talos://metal/" + uuid},
+	}
 	nodes := func(string) (*corev1.Node, error) { return other, nil }
 
 	alone := in.WithPeers(machines, "worker-1", nodes)
@@ -153,10 +157,16 @@ func TestNewInput_WithPeers(t *testing.T) {
 	assert.Equal(t, map[netip.Addr][]string{addr("203.0.113.1"): {"worker-2"}}, in.SharedAddresses)
 	assert.Equal(t, []string{"worker-2"}, in.OwnersOf("w.example.org"))
 
-	for providerID, counts := range map[string]bool{"talos://metal/" + strings.ToUpper(uuid): true, "talos://metal/" + uuid[1:]: false, "talos://metal/10.0.0.2": false, "aws:///a/i-1": false} {
+	for providerID, counts := range map[string]bool{
+		"talos://metal/" + strings.ToUpper(uuid): true, "talos://metal/x/" + uuid: false, "talos://metal/" + uuid[1:]: false, "talos://metal/10.0.0.2": false, "": false,
+	} {
 		other.Spec.ProviderID = providerID
 		assert.Equal(t, counts, len(in.WithPeers(machines, "worker-1", nodes).SharedUUID) > 0, providerID)
 	}
+
+	other.Spec.ProviderID, other.Labels = "talos://metal/"+uuid, nil
+	assert.Empty(t, in.WithPeers(machines, "worker-1", nodes).SharedUUID)
+	assert.Empty(t, in.WithPeers(machines, "worker-1", func(string) (*corev1.Node, error) { return nil, errors.New("not found") }).SharedUUID)
 }
 
 func TestIsControlPlane_NeedsTheLabel(t *testing.T) {

@@ -77,7 +77,7 @@ type Input struct {
 	KubernetesVersion string
 	// AwaitsFacts makes a Node without a providerID wait while its machine boots, if a rule for its providerID reads facts.
 	AwaitsFacts bool
-	// SharedUUID are other Nodes whose machines report the same SMBIOS UUID.
+	// SharedUUID are other Nodes whose machines report the same SMBIOS UUID, and that have a providerID with it.
 	SharedUUID []string
 	// SharedAddresses are addresses that the platform's metadata lists for this machine and for those of the given Nodes.
 	// They are omitted unless the Node may keep them, because its kubelet could not get a certificate for them.
@@ -111,14 +111,14 @@ type Peers interface {
 }
 
 // WithPeers returns the Input with the UUID, addresses and names that nodename's machine shares with other machines. The
-// UUID that a machine reports does not count if its Node, which node returns, is initialized as another instance:
-// otherwise that machine could change the providerID of a new Node.
+// UUID that a machine reports counts only if its Node, which node returns, was initialized with it: otherwise that machine
+// could change the providerID of a new Node. A kubelet can register a providerID, but not LabelPlatform.
 func (in Input) WithPeers(peers Peers, nodename string, node func(nodename string) (*corev1.Node, error)) Input {
 	uuid := in.Machine.UUID()
 	in.SharedUUID = slices.DeleteFunc(peers.SharedUUID(uuid, nodename), func(other string) bool {
 		n, err := node(other)
 
-		return err == nil && n.Spec.ProviderID != "" && !strings.HasSuffix(strings.ToLower(n.Spec.ProviderID), "/"+uuid)
+		return err != nil || n.Labels[LabelPlatform] == "" || !strings.EqualFold(n.Spec.ProviderID, providerURI(in.Machine.Platform.Platform, uuid))
 	})
 	in.SharedAddresses = peers.SharedAddresses(nodename)
 	in.OwnersOf = func(name string) []string { return peers.SharedName(name, nodename) }

@@ -41,6 +41,8 @@ type NodeSpec struct {
 	NodeIPs []netip.Addr
 	// OSImage defaults to DefaultOSImage.
 	OSImage string
+	// ProviderID is that of the kubelet's configuration; usually empty.
+	ProviderID string
 	// Labels and Taints come on top of those that every kubelet sets. NodeRestriction refuses some labels.
 	Labels map[string]string
 	Taints []corev1.Taint
@@ -141,7 +143,7 @@ func (s NodeSpec) node() *corev1.Node {
 			},
 			Annotations: map[string]string{"volumes.kubernetes.io/controller-managed-attach-detach": "true"},
 		},
-		Spec: corev1.NodeSpec{Taints: slices.Clone(s.Taints)},
+		Spec: corev1.NodeSpec{ProviderID: s.ProviderID, Taints: slices.Clone(s.Taints)},
 		Status: corev1.NodeStatus{
 			Capacity:    capacity,
 			Allocatable: capacity,

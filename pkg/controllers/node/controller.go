@@ -79,8 +79,8 @@ const (
 	// Fix: correct the metadata or the rule, or accept the new value:
 	// docs/guides/labels-and-taints.md#change-a-region-or-zone.
 	ReasonTopologyChanged = "TopologyChanged"
-	// ReasonProviderIDInUse: another Node already has this providerID: clones, or a machine with a new name.
-	// Fix: delete the Node that no longer exists; give clones identities of their own.
+	// ReasonProviderIDInUse: another Node has this providerID: clones, a machine with a new name, or a kubelet registered it.
+	// Fix: docs/troubleshooting/nodes.md#providerid-in-use.
 	ReasonProviderIDInUse = "ProviderIDInUse"
 	// ReasonProviderIDMismatch: the providerID names another instance than the machine, or two machines have the hostname.
 	// Fix: docs/troubleshooting/nodes.md#providerid-of-another-instance.
@@ -155,7 +155,10 @@ func New(cfg Config) (*Controller, error) {
 
 		addressWriters: addressWriters{byNode: map[string]addressWriter{}},
 	}
-	c.providerIDs = &providerIDs{nodes: c.indexer, freed: func() { c.queueWaiting() }, reserved: map[string]string{}}
+	c.providerIDs = newProviderIDs(c.indexer, c.planner.counts, func(providerID string) {
+		names, _ := c.indexer.IndexKeys(indexProviderID, providerID) // fails for an unknown index only
+		c.queueWaiting(names...)
+	})
 
 	_, err := nodes.Watch(cfg.Nodes, func(before, after *corev1.Node) {
 		if after == nil {

@@ -108,9 +108,14 @@ func (p planner) desired(s state) (desired *nodespec.Spec, problems []events.Pro
 	return nil, problems
 }
 
-// plan compares a Node with its desired state. owner is the other Node that has the desired providerID; empty if none.
+// plan compares a Node with its desired state. owner is the other Node that has the providerID; empty if none.
 func (p planner) plan(s state, owner string) (plan, error) {
 	pending := plan{isPending: s.managed, problems: s.problems}
+	if actual := s.node.Spec.ProviderID; s.managed && actual != "" && owner != "" {
+		pending.problems = append(pending.problems, events.Problem{Reason: ReasonProviderIDInUse, Message: fmt.Sprintf(
+			"Node %s has providerID %s, too; delete the node that no machine belongs to", owner, actual)})
+	}
+
 	if s.spec == nil {
 		return pending, nil
 	}

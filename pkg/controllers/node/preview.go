@@ -63,7 +63,7 @@ func NewPreviews(nodes []*corev1.Node, machines *inventory.Inventory, options no
 	}
 
 	p := planner{corelisters.NewNodeLister(indexer), machines, clock.RealClock{}, func(machine.Machine) nodespec.Options { return options }}
-	ids := &providerIDs{nodes: indexer, freed: func() {}, reserved: map[string]string{}}
+	ids := newProviderIDs(indexer, p.counts, func(string) {})
 	previews := make([]Preview, 0, len(nodes))
 
 	for _, node := range nodes {

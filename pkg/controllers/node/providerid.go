@@ -7,10 +7,12 @@ import (
 	"sync"
 
 	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/util/sets"
 	"k8s.io/client-go/tools/cache"
 
 	"github.com/talos-ccm/talos-ccm/pkg/internal/events"
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
+	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
 )
 
 // providerID returns the providerID of the Node, and a problem to report. A Node without a providerID gets the desired
@@ -48,6 +50,14 @@ func (p planner) providerID(s state, owner string) (string, *events.Problem) {
 	}
 }
 
+// counts reports whether the Node is known, or its machine has responded to this leader, or may do so once it is dialed.
+// With only the bootstrap token, anyone can register other Nodes, with any providerID.
+func (p planner) counts(node *corev1.Node) bool {
+	entry := p.inventory.Get(node.Name)
+
+	return nodespec.IsKnown(node) || entry.Last.Nodename != "" || (entry.Condition == inventory.Unknown && nodespec.IsTalos(node))
+}
+
 // indexProviderID is an index of Nodes.
 const indexProviderID = "providerID"
 
@@ -63,20 +73,32 @@ var indexers = cache.Indexers{indexProviderID: func(obj any) ([]string, error) {
 type providerIDs struct {
 	// nodes has indexProviderID.
 	nodes cache.Indexer
-	// freed is called after a providerID that was reserved has become free.
-	freed func()
+	// counts reports whether the providerID of a Node counts.
+	counts func(*corev1.Node) bool
+	// freed is called after a providerID that was reserved has become free, or was written although other Nodes have
+	// requested it or have it.
+	freed func(providerID string)
 
 	mu sync.Mutex
 	// reserved are the providerIDs that Nodes will get, by nodename. The cache shows a providerID only after it is
 	// written, and several Nodes are synced at the same time.
 	reserved map[string]string
+	// contested are providerIDs that other Nodes have requested or have.
+	contested sets.Set[string]
+}
+
+func newProviderIDs(nodes cache.Indexer, counts func(*corev1.Node) bool, freed func(providerID string)) *providerIDs {
+	return &providerIDs{nodes: nodes, counts: counts, freed: freed, reserved: map[string]string{}, contested: sets.New[string]()}
 }
 
 // assign reserves the desired providerID for a Node without one, and returns the Node that already owns it, if any. It
-// ends the reservation of a Node that must not get one.
+// ends the reservation of a Node that must not get one. For a Node with a providerID, it returns another Node that has it.
 func (p *providerIDs) assign(s state) (owner string) {
 	switch {
 	case s.node.Spec.ProviderID != "": // the reservation ends when the cache shows it
+		if others := p.others(s.node.Spec.ProviderID, s.node.Name); len(others) > 0 {
+			return others[0].Name
+		}
 	case s.spec != nil:
 		return p.reserve(s.spec.ProviderID, s.node.Name)
 	case !s.managed || s.entry.Condition == inventory.Mismatch:
@@ -86,28 +108,43 @@ func (p *providerIDs) assign(s state) (owner string) {
 	return ""
 }
 
-// reserve reserves the providerID for the Node, in place of an earlier reservation. If another Node has the providerID
-// or has reserved it, reserve changes nothing and returns the name of that Node.
-func (p *providerIDs) reserve(providerID, nodename string) (owner string) {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-
+// others returns the other Nodes with the providerID.
+func (p *providerIDs) others(providerID, nodename string) (list []*corev1.Node) {
 	objs, _ := p.nodes.ByIndex(indexProviderID, providerID) // fails for an unknown index only
 
 	for _, obj := range objs {
 		if other, isNode := obj.(*corev1.Node); isNode && other.Name != nodename {
+			list = append(list, other)
+		}
+	}
+
+	return list
+}
+
+// reserve reserves the providerID for the Node, in place of an earlier reservation. If another Node has the providerID,
+// and it counts, or has reserved it, reserve changes no reservation and returns the name of that Node.
+func (p *providerIDs) reserve(providerID, nodename string) (owner string) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+
+	for _, other := range p.others(providerID, nodename) {
+		if p.counts(other) {
 			return other.Name
 		}
+
+		p.contested.Insert(providerID)
 	}
 
 	for other, reserved := range p.reserved {
 		if reserved == providerID && other != nodename {
+			p.contested.Insert(providerID)
+
 			return other
 		}
 	}
 
-	if reserved := p.reserved[nodename]; reserved != "" && reserved != providerID {
-		p.freed()
+	if p.reserved[nodename] != providerID {
+		p.end(nodename, "")
 	}
 
 	p.reserved[nodename] = providerID
@@ -120,11 +157,18 @@ func (p *providerIDs) release(nodename, providerID string) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 
-	if reserved := p.reserved[nodename]; reserved != "" && reserved != providerID {
-		p.freed()
-	}
+	p.end(nodename, providerID)
+}
 
+// end is release. The caller holds p.mu.
+func (p *providerIDs) end(nodename, providerID string) {
+	reserved := p.reserved[nodename]
 	delete(p.reserved, nodename)
+
+	if reserved != "" && (reserved != providerID || p.contested.Has(reserved)) {
+		p.contested.Delete(reserved)
+		p.freed(reserved)
+	}
 }
 
 // differentInstances reports whether two providerIDs certainly name two instances. It compares only providerIDs of one

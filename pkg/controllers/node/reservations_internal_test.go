@@ -41,8 +41,20 @@ func newController(t *testing.T, nodes ...*corev1.Node) *Controller {
 	return c
 }
 
+// identified returns a Node that was initialized with the providerID.
 func identified(name, providerID string) *corev1.Node {
-	return &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: name}, Spec: corev1.NodeSpec{ProviderID: providerID}}
+	return &corev1.Node{
+		ObjectMeta: metav1.ObjectMeta{Name: name, Labels: map[string]string{nodespec.LabelPlatform: "metal"}},
+		Spec:       corev1.NodeSpec{ProviderID: providerID},
+	}
+}
+
+// faked returns a Node of which only the kubelet has written anything.
+func faked(name, osImage, providerID string) *corev1.Node {
+	node := identified(name, providerID)
+	node.Labels, node.Status.NodeInfo.OSImage = nil, osImage
+
+	return node
 }
 
 // takeQueued returns the Nodes in the queue, and empties it.
@@ -79,6 +91,8 @@ func TestProviderIDs_AreReserved(t *testing.T) {
 		{"released by a Node without reservation", func(p *providerIDs) { p.release("a", "") }, ""},
 		{"in the cache, of this Node", func(p *providerIDs) { assert.NoError(t, p.nodes.Add(identified("a", id))) }, ""},
 		{"in the cache, of another Node", func(p *providerIDs) { assert.NoError(t, p.nodes.Add(identified("b", id))) }, "b"},
+		{"registered by a kubelet, machine not dialed yet", func(p *providerIDs) { assert.NoError(t, p.nodes.Add(faked("b", "Talos (v1.14.1)", id))) }, "b"},
+		{"registered by a kubelet of another system", func(p *providerIDs) { assert.NoError(t, p.nodes.Add(faked("b", "Ubuntu", id))) }, ""},
 		{"in the cache after it was reserved", func(p *providerIDs) {
 			p.reserve(id, "b")
 			assert.NoError(t, p.nodes.Add(identified("b", id)))
@@ -132,7 +146,21 @@ func TestController_QueuesNodesWithoutProviderIDWhenOneBecomesFree(t *testing.T)
 		{"released without reservation", func(c *Controller) { c.providerIDs.release("b", "") }, nil},
 		{"different one reserved", func(c *Controller) { c.providerIDs.reserve(other, "a") }, []string{"a", "b"}},
 		{"same one reserved", func(c *Controller) { c.providerIDs.reserve(id, "a") }, nil},
-		{"written", func(c *Controller) { c.providerIDs.release("a", id) }, nil},
+		{"written", func(c *Controller) { c.providerIDs.release("a", id) }, []string{"a", "b"}},
+		{"written, another one requested", func(c *Controller) {
+			c.providerIDs.release("a", "")
+			c.takeQueued()
+			c.providerIDs.reserve(other, "a")
+			c.providerIDs.release("a", other)
+		}, nil},
+		{"written, though a kubelet registered it", func(c *Controller) {
+			c.providerIDs.release("a", "")
+			c.takeQueued()
+			assert.NoError(t, c.indexer.Add(faked("fake", "Ubuntu", id)))
+			c.providerIDs.reserve(id, "a")
+			assert.NoError(t, c.indexer.Update(identified("a", id)))
+			c.providerIDs.release("a", id)
+		}, []string{"a", "b", "fake"}},
 		{"not managed", func(c *Controller) {
 			_, err := c.sync(t.Context(), "a")
 			assert.NoError(t, err)
