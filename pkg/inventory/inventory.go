@@ -121,14 +121,6 @@ func (i *Inventory) Count(c Condition) int {
 	return i.counts[c]
 }
 
-// MostRespond reports whether at least half of the machines respond. Otherwise, the network of this process may be the
-// cause.
-func (i *Inventory) MostRespond() bool {
-	silent := i.Count(Unreachable)
-
-	return silent <= i.Count(Current)+i.Count(Mismatch)
-}
-
 // SharedUUID returns the other Nodes whose machines have the SMBIOS UUID. An old name of the same machine does not
 // count.
 func (i *Inventory) SharedUUID(uuid, nodename string) []string {

@@ -122,21 +122,6 @@ func TestInventory_GetReturnsTheLastChange(t *testing.T) {
 	}
 }
 
-func TestInventory_MostRespondUnlessMoreThanHalfAreUnreachable(t *testing.T) {
-	for _, test := range []struct {
-		changes steps
-		want    bool
-	}{
-		{nil, true},
-		{steps{unreachable("a")}, false},
-		{steps{unreachable("a"), view("b", inZone("b"))}, true},
-		{steps{unreachable("a"), unreachable("b"), view("c", inZone("c"))}, false},
-		{steps{unreachable("a"), unreachable("b"), view("c", inZone("c")), mismatch("d", "other")}, true},
-	} {
-		assert.Equal(t, test.want, newFixture(test.changes...).MostRespond())
-	}
-}
-
 func TestInventory_NotifiesOnChangeOnly(t *testing.T) {
 	inA, inB := view("worker-1", inZone("a")), view("worker-1", inZone("b"))
 	gone, other, forget := unreachable("worker-1"), mismatch("worker-1", "other"), forgotten("worker-1")

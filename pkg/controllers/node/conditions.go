@@ -9,6 +9,7 @@ import (
 	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/labels"
 	"k8s.io/utils/clock"
 
 	"github.com/talos-ccm/talos-ccm/pkg/internal/events"
@@ -61,8 +62,8 @@ type observation struct {
 	responds bool
 	// isReady is true if the Node is.
 	isReady bool
-	// mostRespond is true if at least half of all machines do.
-	mostRespond bool
+	// mostRespond reports whether at least half of all machines do. It counts all Nodes.
+	mostRespond func() bool
 	now         time.Time
 }
 
@@ -109,7 +110,7 @@ func (o observation) talosReady(present corev1.NodeCondition) corev1.NodeConditi
 		return o.stage(corev1.ConditionFalse, reasonUnmetConditions)
 	case o.responds:
 		return o.stage(corev1.ConditionFalse, cmp.Or(announcements[o.entry.Machine.Stage], reasonNotRunning))
-	case present.Status == "", o.entry.UnresponsiveSince.IsZero(), o.now.Sub(o.entry.UnresponsiveSince) < unresponsivePeriod, !o.mostRespond:
+	case present.Status == "", o.entry.UnresponsiveSince.IsZero(), o.now.Sub(o.entry.UnresponsiveSince) < unresponsivePeriod, !o.mostRespond():
 		return present
 	default:
 		return unreachable
@@ -159,6 +160,24 @@ func isEqual(a, b corev1.NodeCondition) bool {
 	return a.Status == b.Status && a.Reason == b.Reason && a.Message == b.Message
 }
 
+// mostRespond reports whether at least half of the machines respond. Otherwise, the network of this process may be the
+// cause. Nodes that anyone with the bootstrap token can register do not count.
+func (p planner) mostRespond() bool {
+	nodes, _ := p.nodes.List(labels.Everything()) // a list from the cache cannot fail
+	unreachable, responding := 0, 0
+
+	for _, node := range nodes {
+		switch condition := p.inventory.Get(node.Name).Condition; {
+		case condition == inventory.Current, condition == inventory.Mismatch:
+			responding++
+		case condition == inventory.Unreachable && p.counts(node):
+			unreachable++
+		}
+	}
+
+	return unreachable <= responding
+}
+
 // conditionReconciler computes the conditions of Nodes.
 type conditionReconciler struct {
 	// mostRespond reports whether at least half of all machines respond.
@@ -174,7 +193,7 @@ func (r conditionReconciler) sync(s state) (changes []corev1.NodeCondition, agai
 	}
 
 	o := observation{
-		entry: s.entry, responds: s.entry.Condition == inventory.Current, isReady: nodespec.IsReady(s.node), mostRespond: r.mostRespond(), now: r.clock.Now(),
+		entry: s.entry, responds: s.entry.Condition == inventory.Current, isReady: nodespec.IsReady(s.node), mostRespond: r.mostRespond, now: r.clock.Now(),
 	}
 
 	for _, c := range conditions {

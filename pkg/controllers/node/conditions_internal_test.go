@@ -193,6 +193,45 @@ func TestConditions_OfSilentMachines(t *testing.T) {
 	}
 }
 
+func TestConditions_MostMachinesRespondUnlessMoreThanHalfAreUnreachable(t *testing.T) {
+	t.Parallel()
+
+	unreachable := func(i *inventory.Inventory, name string) { i.MarkUnreachable(name, "gone") }
+	current := func(i *inventory.Inventory, name string) { i.Replace(name, machine.Machine{Nodename: name}) }
+	lost := func(i *inventory.Inventory, name string) { current(i, name); unreachable(i, name) }
+	mismatch := func(i *inventory.Inventory, name string) { i.MarkMismatch(name, "other", "no") }
+
+	type states []func(*inventory.Inventory, string)
+
+	for _, test := range []struct {
+		// known are Nodes that a kubelet cannot register, and unknown the others.
+		known, unknown states
+		want           bool
+	}{
+		{nil, nil, true},
+		{states{unreachable}, nil, false},
+		{states{unreachable, current}, nil, true},
+		{states{unreachable, unreachable, current}, nil, false},
+		{states{unreachable, unreachable, current, mismatch}, nil, true},
+		{states{unreachable, current}, states{unreachable, unreachable}, true},
+		{states{current}, states{lost, lost}, false},
+	} {
+		c := newController(t)
+
+		for i, state := range slices.Concat(test.known, test.unknown) {
+			n := identified(fmt.Sprintf("n-%d", i), "")
+			if i >= len(test.known) {
+				n.Labels = nil
+			}
+
+			require.NoError(t, c.indexer.Add(n))
+			state(c.config.Inventory, n.Name)
+		}
+
+		assert.Equal(t, test.want, c.conditions.mostRespond(), "%d known, %d unknown", len(test.known), len(test.unknown))
+	}
+}
+
 func TestConditions_CountAnnouncementsOfMachinesThatStoppedResponding(t *testing.T) {
 	t.Parallel()
 

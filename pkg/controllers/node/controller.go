@@ -147,7 +147,6 @@ func New(cfg Config) (*Controller, error) {
 		config:       cfg,
 		planner:      planner{cfg.Nodes.Lister(), cfg.Inventory, cfg.Clock, cfg.Options},
 		indexer:      informer.GetIndexer(),
-		conditions:   conditionReconciler{cfg.Inventory.MostRespond, cfg.Clock},
 		reporter:     events.New(cfg.Recorder),
 		expectations: expectations.New(),
 		pending:      &pendingNodes{gauge: uninitialized, names: sets.New[string]()},
@@ -155,6 +154,7 @@ func New(cfg Config) (*Controller, error) {
 
 		addressWriters: addressWriters{byNode: map[string]addressWriter{}},
 	}
+	c.conditions = conditionReconciler{c.planner.mostRespond, cfg.Clock}
 	c.providerIDs = newProviderIDs(c.indexer, c.planner.counts, func(providerID string) {
 		names, _ := c.indexer.IndexKeys(indexProviderID, providerID) // fails for an unknown index only
 		c.queueWaiting(names...)
