@@ -30,7 +30,14 @@ var threats = map[string][]threat{
 			"TestController_KeepsAddressesOfReregisteredNode TestClaims_KeepNothingFromMachineThatReturned TestClaims_ReleaseNodenameOfDeletedWorker",
 		},
 		{"take another machine's ExternalIP from its Node, outside Azure", "TestController_KeepsAddressThatAnotherMachineReports"},
-		{"change a new machine's providerID by reporting its SMBIOS UUID", "TestController_IgnoresUUIDThatInitializedNodeDoesNotHave"},
+		{
+			"have another machine's new ExternalIP, or any of its DNS names, omitted from its Node, by reporting it",
+			"TestDesired_OmitsSharedAddresses TestController_OmitsNamesWhileShared",
+		},
+		{
+			"change a new machine's providerID by reporting its SMBIOS UUID",
+			"TestController_IgnoresUUIDThatInitializedNodeDoesNotHave TestController_IgnoresUUIDOfNodeThatWasNotInitializedWithIt",
+		},
 		{
 			"get the name of a Service, such as `vault.vault`, or the address of a Service or pod",
 			"TestController_DeniesNamesOfServices TestPools_BelongToNoKubelet",
@@ -116,6 +123,13 @@ var threats = map[string][]threat{
 			"after a change of leader, get an address that another machine reports too, while that machine does not answer",
 			"TestController_NewLeaderApprovesRecordedAddresses",
 		},
+		{
+			"keep a new machine's Node uninitialized, or change its providerID, with a Node that has the providerID",
+			"TestController_IgnoresProviderIDThatKubeletRegistered",
+		},
+		{"the same, with root on a worker that responds for that Node", "TestController_UUIDOfPendingNodeOnlyDelays TestController_NeverAssignsProviderIDOfKnownNode"},
+		{"stop the deletion of Nodes with more Nodes than there are machines", "TestController_Histories"},
+		{"the same, to keep `TalosReady` from becoming Unknown", "TestConditions_MostMachinesRespondUnlessMoreThanHalfAreUnreachable"},
 		{"have an operator accept its certificate", "TestPinning_Warns"},
 	},
 	"Others": {

@@ -315,6 +315,19 @@ func histories() map[string]history {
 			w.advance(tick)
 			check("after the split", deleted("w-1"), deleted("w-1"))
 		}),
+		"more nodes without a machine than machines": never(func(w *world) {
+			w.announce("w-1", runtime.MachineStageResetting)
+			w.powerOff("w-1")
+
+			for i := range len(w.machines) + 1 {
+				fake := fmt.Sprintf("fake-%d", i)
+				w.register(fake, w.machines["w-1"].Address())
+				w.await(fake, inventory.Unreachable)
+			}
+
+			w.advance(time.Hour)
+			w.awaitEvent(lifecycle.ReasonDeletionPaused)
+		}),
 		"end of most machines": changing(func(w *world, check checkFunc) {
 			off := []string{"w-2", "w-3", "w-4"}
 			w.announce("w-1", runtime.MachineStageResetting)
