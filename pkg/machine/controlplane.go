@@ -67,6 +67,8 @@ type KCMConfig struct {
 	ClusterCIDRs, ServiceCIDRs []netip.Prefix
 	// MaskSizes are the prefix lengths of pod CIDRs, without those that are not configured.
 	MaskSizes map[corev1.IPFamily]int
+	// SubnetBound are components that Talos deploys, and that do not work with podCIDRs outside the ClusterCIDRs.
+	SubnetBound []string
 }
 
 // Member is a member of the cluster.
@@ -127,9 +129,28 @@ func (c *ControlPlane) Update(get Getter) error {
 		}
 	}
 
+	// An error does not matter: this is for a warning only.
+	if manifests, err := read[*k8s.BootstrapManifestsConfig](get, k8s.NewBootstrapManifestsConfig().Metadata()); err == nil {
+		kcm.SubnetBound = subnetBound(manifests.TypedSpec())
+	}
+
 	c.KCM = &kcm
 
 	return subjectsErr
+}
+
+// subnetBound contains kube-proxy unless it is configured to recognize pods in another way than by podSubnets.
+func subnetBound(spec *k8s.BootstrapManifestsConfigSpec) (names []string) {
+	if spec.FlannelEnabled {
+		names = append(names, "Flannel")
+	}
+
+	setsMode := func(arg string) bool { return strings.HasPrefix(arg, "--detect-local-mode=") }
+	if spec.ProxyEnabled && spec.ProxyConfig["detectLocalMode"] == nil && !slices.ContainsFunc(spec.ProxyArgs, setsMode) {
+		names = append(names, "kube-proxy")
+	}
+
+	return names
 }
 
 // UpdateMembers replaces the members.

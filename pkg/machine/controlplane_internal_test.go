@@ -1,8 +1,11 @@
 package machine
 
 import (
+	"slices"
 	"strings"
 	"testing"
+
+	"github.com/siderolabs/talos/pkg/machinery/resources/k8s"
 )
 
 func TestKCMConfig_AllocatesNodeCIDRs(t *testing.T) {
@@ -72,5 +75,35 @@ func TestArguments_ReadsTheKubeControllerManagerContainer(t *testing.T) {
 		if args, err := arguments(broken); err == nil {
 			t.Errorf("%s: got %q, want an error", name, args)
 		}
+	}
+}
+
+func TestSubnetBound(t *testing.T) {
+	t.Parallel()
+
+	for name, test := range map[string]struct {
+		spec k8s.BootstrapManifestsConfigSpec
+		want []string
+	}{
+		"the defaults of Talos": {
+			spec: k8s.BootstrapManifestsConfigSpec{FlannelEnabled: true, ProxyEnabled: true, ProxyArgs: []string{"--cluster-cidr=10.244.0.0/16"}},
+			want: []string{"Flannel", "kube-proxy"},
+		},
+		"another CNI, no kube-proxy": {},
+		"another CNI":                {spec: k8s.BootstrapManifestsConfigSpec{ProxyEnabled: true}, want: []string{"kube-proxy"}},
+		"another CNI, and kube-proxy with its argument": {
+			spec: k8s.BootstrapManifestsConfigSpec{ProxyEnabled: true, ProxyArgs: []string{"--detect-local-mode=NodeCIDR"}},
+		},
+		"another CNI, and kube-proxy with its file": {
+			spec: k8s.BootstrapManifestsConfigSpec{ProxyEnabled: true, ProxyConfig: map[string]any{"detectLocalMode": "NodeCIDR"}},
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+
+			if got := subnetBound(&test.spec); !slices.Equal(got, test.want) {
+				t.Errorf("got %v, want %v", got, test.want)
+			}
+		})
 	}
 }

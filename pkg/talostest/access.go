@@ -61,6 +61,7 @@ var definitions = define(
 	&hardware.PCIDevice{},
 	&hardware.Processor{},
 	&hardware.SystemInformation{},
+	&k8s.BootstrapManifestsConfig{},
 	&k8s.ControllerManagerConfig{},
 	&k8s.Endpoint{},
 	&k8s.KubePrismConfig{},

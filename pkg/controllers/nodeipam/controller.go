@@ -3,7 +3,8 @@
 // Name: node-ipam-controller (alias nodeipam).
 //
 // Inputs: the Node informer, a list of all Nodes from the API server when leadership starts, the inventory, the pools
-// of the configuration, and from the control plane the ServiceCIDRs and the configuration of kube-controller-manager.
+// of the configuration, and from the control plane the ServiceCIDRs and the configuration of kube-controller-manager,
+// Flannel and kube-proxy.
 //
 // Outputs: spec.podCIDR and spec.podCIDRs of Talos Nodes that have none, all IP families in one write.
 //
@@ -41,6 +42,7 @@ import (
 	"sync/atomic"
 	"time"
 
+	"github.com/siderolabs/gen/xslices"
 	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -139,8 +141,9 @@ type Controller struct {
 	// machineMu is held while addresses are read from the inventory and reserved. Otherwise, older addresses could replace
 	// newer ones.
 	machineMu sync.Mutex
-	// loggedState was logged last. Only the worker that processes refreshKey uses it.
-	loggedState string
+	// loggedState and loggedOutside were logged last. Only the worker that processes refreshKey uses them.
+	loggedState   string
+	loggedOutside []string
 }
 
 // conflict is a write of podCIDRs by another client.
@@ -420,6 +423,11 @@ func (c *Controller) refresh(ctx context.Context) error {
 
 	options, blockedReason := c.effectiveOptions(network)
 	c.allocations.reserve("services", options.ServiceCIDRs)
+
+	if len(network.KCMConfigs) > 0 {
+		c.reportOutside(ctx, network.KCMConfigs[0], options)
+	}
+
 	c.updateGauges(options, blockedReason)
 
 	state, logger := "Allocating", klog.FromContext(ctx)
@@ -439,6 +447,35 @@ func (c *Controller) refresh(ctx context.Context) error {
 	c.enqueuePending()
 
 	return nil
+}
+
+// reportOutside logs what is allocated from outside podSubnets, and emits one Event if that breaks what Talos deploys.
+func (c *Controller) reportOutside(ctx context.Context, config controlplane.KCMConfig, options Options) {
+	outside := xslices.Map(slices.DeleteFunc(c.cidrs(), func(cidr netip.Prefix) bool {
+		return slices.ContainsFunc(config.ClusterCIDRs, func(s netip.Prefix) bool { return s.Bits() <= cidr.Bits() && s.Overlaps(cidr) })
+	}), netip.Prefix.String)
+
+	if options.Allocator == CloudAllocator && len(ofFamily(options.ClusterCIDRs, ipv6)) > 0 {
+		outside = append(outside, "IPv6 prefixes of machines")
+	}
+
+	if !slices.Equal(outside, c.loggedOutside) {
+		klog.FromContext(ctx).Info("Sources of pod CIDRs outside podSubnets changed", "outside", outside, "podSubnets", config.ClusterCIDRs)
+		c.loggedOutside = outside
+	}
+
+	var problems []events.Problem
+
+	node, err := c.lister.Get(config.Nodename) // without labeled Nodes, it is not the name of a Node
+	if err == nil && len(outside) > 0 && len(config.SubnetBound) > 0 {
+		problems = append(problems, *newProblem(ReasonOutsidePodSubnets, "Pod CIDRs from %s are outside podSubnets %v. "+
+			"This breaks what Talos deploys: %s. Use pools inside podSubnets; for kube-proxy, detectLocalMode: NodeCIDR suffices",
+			strings.Join(outside, ", "), config.ClusterCIDRs, strings.Join(config.SubnetBound, ", ")))
+	}
+
+	for range c.reporter.Report("/podSubnets", node, problems...) { // not the name of a Node
+		failuresTotal.WithLabelValues(ReasonOutsidePodSubnets).Inc()
+	}
 }
 
 // enqueuePending queues the Nodes without podCIDRs. Before that, it reserves the addresses of machines again: which of

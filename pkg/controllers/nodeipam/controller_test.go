@@ -11,6 +11,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/cosi-project/runtime/pkg/safe"
 	"github.com/siderolabs/talos/pkg/machinery/resources/k8s"
 	talosruntime "github.com/siderolabs/talos/pkg/machinery/resources/runtime"
 	"github.com/stretchr/testify/assert"
@@ -638,6 +639,29 @@ func TestController_BlockedWhilePodSubnetsDiffer(t *testing.T) {
 	w.setCIDRs(machines[0], []string{"10.2.0.0/16"}, nil)
 	w.refresh()
 	w.wantCIDRs("a", "10.2.0.0/24")
+}
+
+// TestController_ReportsPoolsOutsidePodSubnets: one Event for the whole cluster.
+func TestController_ReportsPoolsOutsidePodSubnets(t *testing.T) {
+	w := newWorld(t)
+	w.setPools(nodeipam.Pool{Name: "inside", CIDRs: prefixes("10.1.4.0/22")}, nodeipam.Pool{Name: "outside", CIDRs: prefixes("10.9.0.0/16")})
+
+	for _, m := range w.controlPlanes("cp-1", "cp-2") {
+		w.setCIDRs(m, []string{"10.1.0.0/16"}, nil)
+		require.NoError(t, safe.StateModify(t.Context(), m.State(), k8s.NewBootstrapManifestsConfig(), func(config *k8s.BootstrapManifestsConfig) error {
+			config.TypedSpec().FlannelEnabled, config.TypedSpec().ProxyEnabled = true, true
+
+			return nil
+		}))
+	}
+
+	w.run(nodeipam.Options{})
+	w.awaitEvent("cp-1", nodeipam.ReasonOutsidePodSubnets, "from 10.9.0.0/16 are outside podSubnets [10.1.0.0/16]", "deploys: Flannel, kube-proxy.")
+	w.register("a")
+	w.wantCIDRs("a", "10.1.4.0/24") // allocation continues
+	w.refresh()
+	w.step(w.clock, time.Minute)
+	assert.Len(t, w.events.of("", nodeipam.ReasonOutsidePodSubnets), 1)
 }
 
 func TestController_BlockedWhileMaskSizesDiffer(t *testing.T) {

@@ -19,6 +19,9 @@ const (
 	// ReasonClusterCIDRMissing: no cluster CIDR is set, neither with `--cluster-cidr` nor in Talos.
 	// Fix: set `podSubnets` in Talos.
 	ReasonClusterCIDRMissing = "PodCIDRClusterCIDRMissing"
+	// ReasonOutsidePodSubnets: on a control-plane Node: pod CIDRs outside `podSubnets` break Talos's Flannel or kube-proxy.
+	// Fix: docs/guides/coexistence.md#pod-cidrs-and-cnis.
+	ReasonOutsidePodSubnets = "PodCIDROutsidePodSubnets"
 	// ReasonMachineUnknown: the pool or prefix depends on the machine, which does not respond.
 	// Fix: docs/troubleshooting/nodes.md#machine-unreachable.
 	ReasonMachineUnknown = "PodCIDRMachineUnavailable"
@@ -68,7 +71,7 @@ var (
 		"Number of pod CIDR problems that began, by the reason of their Event.", "reason"),
 		ReasonAllocatorConflict, ReasonAllocatorUnknown, ReasonClusterCIDRMissing, ReasonMachineUnknown, ReasonNotInitialized,
 		ReasonPrefixMissing, ReasonPrefixTooSmall, ReasonMaxPodsUnknown, ReasonExhausted, ReasonWriteFailed, ReasonOverlap,
-		ReasonTooLarge, ReasonInvalid, ReasonFamilyMissing, ReasonPrefixChanged)
+		ReasonTooLarge, ReasonInvalid, ReasonFamilyMissing, ReasonPrefixChanged, ReasonOutsidePodSubnets)
 
 	affectedNodes = metric.NewGaugeVec("talosccm_ipam_affected_nodes",
 		"Number of Nodes with a pod CIDR problem, by the reason of its Event.", "reason")
