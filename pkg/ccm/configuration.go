@@ -28,8 +28,7 @@ const (
 	ReasonConfigInvalid = "ConfigInvalid"
 	// ReasonConfigValid (Normal): on a control-plane Node: the configuration is valid again.
 	ReasonConfigValid = "ConfigValid"
-	// ReasonSecurePortUnavailable: on a control-plane Node: its instance works without metrics and health, since the secure
-	// port cannot be opened.
+	// ReasonSecurePortUnavailable: on a control-plane Node: its instance cannot open the port for metrics and health.
 	// Fix: docs/troubleshooting/installation.md#not-running.
 	ReasonSecurePortUnavailable = "SecurePortUnavailable"
 )

@@ -13,14 +13,14 @@ var machines = metric.NewGaugeVec("talosccm_machines",
 	"Number of machines by condition: Current (watched), Unreachable, Mismatch or Unknown (not reached yet).", "condition")
 
 var machineUp = metric.NewGaugeVec("talosccm_machine_up",
-	"1 if the machine of a Node is watched, else 0. The series ends when the Node is deleted.", "node")
+	"1 if the machine of a Node is watched, else 0.", "node")
 
 var (
 	machineStage = metric.NewGaugeVec("talosccm_machine_stage",
-		"Always 1 for the last known stage of a Node's machine. The series ends when the Node is deleted.", "node", "stage")
+		"Always 1 for the last known stage of a Node's machine.", "node", "stage")
 
 	unmetConditions = metric.NewGaugeVec("talosccm_machine_unmet_conditions",
-		"Number of unmet conditions of a Node's machine that is not ready. The series ends when the Node is deleted.", "node")
+		"Number of unmet conditions of a Node's machine that is not ready.", "node")
 )
 
 var buildInfo = metric.NewGaugeVec("talosccm_build_info",

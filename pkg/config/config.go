@@ -76,9 +76,9 @@ type Global struct {
 	ClusterName string `default:"the cluster name in the machine configuration" json:"clusterName,omitempty"`
 	// PreferIPv6 lists the IPv6 addresses of a Node first.
 	PreferIPv6 bool `alias:"PreferIPv6" json:"preferIPv6,omitempty"`
-	// ProviderIDFallback is the identifier in the providerID of a new Node if the platform publishes no providerID. `uuid`
-	// is the platform's instance ID, else a valid and unique SMBIOS UUID, else the node IP. `node-ip` is always the node
-	// IP, as in the upstream Talos CCM.
+	// ProviderIDFallback is the identifier in a new providerID if the platform publishes none. `uuid` is the platform's
+	// instance ID, else a valid and unique SMBIOS UUID, else the node IP. `node-ip` is always the node IP, as in the
+	// upstream Talos CCM.
 	ProviderIDFallback ProviderIDFallback `default:"that of --provider-id-fallback, uuid" json:"providerIDFallback,omitempty" jsonschema:"enum=uuid,enum=node-ip"`
 }
 
@@ -93,7 +93,7 @@ const (
 
 // Nodes configures the initialization and updates of Nodes.
 type Nodes struct {
-	// Selector selects the Nodes to initialize and update. Certificates and pod CIDRs have selectors of their own.
+	// Selector selects the Nodes to initialize and update.
 	Selector []rules.SelectorTerm `default:"all Talos machines" json:"selector,omitempty"`
 	// Topology is what happens if the machine of an initialized Node, or a rule, sets another region or zone. `keep` keeps
 	// the labels and reports the Event TopologyChanged. `follow` changes the labels.
@@ -154,8 +154,8 @@ type IPAM struct {
 	// BlockSize `auto` gives each Node the smallest IPv4 pod CIDR with two addresses per pod of the kubelet's maxPods. The
 	// IPv4 mask size of a pool takes precedence.
 	BlockSize Choice `default:"the mask size" json:"blockSize,omitempty" jsonschema:"enum=auto"`
-	// FallbackToClusterCIDRs allocates IPv6 pod CIDRs from the cluster CIDRs, with --cidr-allocator-type=CloudAllocator,
-	// if the machine has no global IPv6 prefix a minute after its Node has registered. By default the Node waits.
+	// FallbackToClusterCIDRs allocates IPv6 pod CIDRs from the cluster CIDRs, with CloudAllocator, if the machine has no
+	// global IPv6 prefix a minute after its Node has registered. By default the Node waits.
 	FallbackToClusterCIDRs bool `json:"fallbackToClusterCIDRs,omitempty"`
 }
 

@@ -33,7 +33,6 @@ var theirs = slices.Concat(
 	[]string{"ExtensionServiceConfig", "HostnameConfig", "LocalhostAdminKubeconfig", "NetworkDefaultActionConfig", "NetworkRuleConfig"},                    // Talos's
 	[]string{"KubeControllerManagerConfig", "KubeNetworkConfig", "KubeNodeConfig", "KubeTalosAPIAccessConfig", "KubeletConfig", "UnattendedInstallConfig"}, // Talos's, since 1.14
 	[]string{"DrainInProgress", "MaintenancePlanned"}, // Kubernetes'
-	[]string{"LeaderElection"},                        // client-go's
 	[]string{"NodeRestriction"},                       // the API server's
 	[]string{"PrometheusRule", "ScrapeConfig"},        // the Prometheus operator's
 	[]string{"cluster.local"},                         // a DNS domain

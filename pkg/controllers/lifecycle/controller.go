@@ -76,12 +76,10 @@ const (
 	// ReasonShutdown: the machine announced a shutdown and no longer responds; the Node is tainted.
 	// Fix: start the machine, which removes the taint.
 	ReasonShutdown = "NodeShutdown"
-	// ReasonSilent: machine and kubelet have not responded for a day, without proof that the machine is gone: it crashed, was
-	// removed without a reset, or no leader saw the reset.
+	// ReasonSilent: machine and kubelet have not responded for a day, without proof that the machine is gone.
 	// Fix: delete the Node, or enable more proofs: docs/guides/node-lifecycle.md#delete-more-nodes.
 	ReasonSilent = "MachineSilent"
-	// ReasonMissing: with `lifecycle.discovery`: most control-plane machines have listed the machine as a member for 35
-	// minutes, but it has no Node.
+	// ReasonMissing: with `lifecycle.discovery`: a machine has been discovered for 35 minutes, but has no Node.
 	// Fix: if the machine works, `talosctl service kubelet restart`; ignore it with `skipNodeRegistration`, or if discovery
 	// lists a machine that does not exist.
 	ReasonMissing = "NodeMissing"
@@ -93,11 +91,10 @@ const (
 	// ReasonDeletingFailed: the API server rejected the deletion, which is retried.
 	// Fix: docs/troubleshooting/installation.md#kubernetes-api-errors.
 	ReasonDeletingFailed = "DeletingNodeFailed"
-	// ReasonDeletionLimited: the deletion is delayed: a tenth of the Nodes was deleted in ten minutes.
+	// ReasonDeletionLimited: delayed: a tenth of the Nodes was deleted in ten minutes.
 	// Fix: wait, or delete the Node as the message says.
 	ReasonDeletionLimited = "DeletionLimited"
-	// ReasonDeletionPaused: not deleted: fewer than half of the machines respond, or the proof is weak
-	// (docs/guides/node-lifecycle.md#limits).
+	// ReasonDeletionPaused: not deleted because of the docs/guides/node-lifecycle.md#limits.
 	// Fix: restore the connection to the machines (docs/troubleshooting/nodes.md#machine-unreachable), or delete the Node
 	// as the message says.
 	ReasonDeletionPaused = "DeletionPaused"

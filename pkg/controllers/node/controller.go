@@ -65,14 +65,12 @@ const (
 	// ReasonIdentityMismatch: the machine at the Node's address has another nodename.
 	// Fix: docs/troubleshooting/nodes.md#identity-mismatch.
 	ReasonIdentityMismatch = "IdentityMismatch"
-	// ReasonOwnershipConflict: Talos (`machine.nodeLabels`, in 1.14 `KubeNodeConfig`), a controller or a person set a label,
-	// annotation or taint to a different value, and talos-ccm skips that key; or another client replaced the addresses
-	// twice within an hour, and talos-ccm restores them.
+	// ReasonOwnershipConflict: another client, such as Talos, set a label, annotation or taint to a different value, which
+	// stays, or replaced the addresses twice within an hour, which talos-ccm restores.
 	// Fix: choose one owner (docs/guides/coexistence.md#ownership-rules); to let the rule own the key, delete the key.
 	ReasonOwnershipConflict = "OwnershipConflict"
-	// ReasonInvalidValue: a value of a rule or machine is skipped: Kubernetes does not accept it, no certificate could
-	// contain it, or another machine reports it; or the rule for a providerID fails; or the machine exceeds a limit
-	// (docs/explanation/security.md#limits).
+	// ReasonInvalidValue: a value of a rule or machine is skipped, the rule for a providerID fails, or the machine exceeds a
+	// limit.
 	// Fix: docs/troubleshooting/nodes.md#skipped-values.
 	ReasonInvalidValue = "InvalidValue"
 	// ReasonTopologyChanged: the machine or a rule sets another region or zone; the Node keeps its own.

@@ -33,8 +33,7 @@ const (
 	// docs/explanation/pod-cidrs.md#machines-without-a-prefix.
 	ReasonPrefixMissing = "PodCIDRIPv6PrefixMissing"
 	// ReasonPrefixTooSmall: a prefix cannot be divided into blocks of the configured size.
-	// Fix: set a smaller mask size for more than 2^63 blocks, a larger one if a block exceeds the prefix, or use another
-	// prefix.
+	// Fix: change the mask size or the prefix, as the message says.
 	ReasonPrefixTooSmall = "PodCIDRPrefixTooSmall"
 	// ReasonMaxPodsUnknown: `blockSize` is `auto`, and the kubelet reports no pod capacity, or more than 4096.
 	// Fix: wait, or set a mask size.
@@ -48,8 +47,7 @@ const (
 	// ReasonOverlap: existing podCIDRs overlap with other Nodes'.
 	// Fix: delete the wrong Node, and register it again without podCIDRs.
 	ReasonOverlap = "PodCIDROverlap"
-	// ReasonTooLarge: existing podCIDRs are larger than a pool's blocks and a quarter of it, and do not count
-	// (docs/explanation/pod-cidrs.md#podcidrs-that-are-too-large).
+	// ReasonTooLarge: existing podCIDRs do not count, see docs/explanation/pod-cidrs.md#podcidrs-that-are-too-large.
 	// Fix: delete the Node, and register it again without podCIDRs.
 	ReasonTooLarge = "PodCIDRTooLarge"
 	// ReasonInvalid: existing podCIDRs are not valid CIDRs.

@@ -41,19 +41,17 @@ const (
 
 // Reasons of the Events on Services.
 const (
-	// ReasonNoEligibleNodes: no Node meets all requirements (docs/guides/load-balancer.md#choose-nodes), as the message
-	// explains; the Service gets no addresses.
-	// Fix: use control-plane machines, too; correct the node selector; with `externalTrafficPolicy: Local`, wait for a
-	// ready pod; with 1:1 NAT, publish internal addresses (docs/guides/load-balancer.md#choose-addresses); workers get no
-	// address of the cluster (docs/guides/load-balancer.md#cluster-addresses).
+	// ReasonNoEligibleNodes: no Node meets all requirements, as the message explains; the Service gets no addresses.
+	// Fix: docs/guides/load-balancer.md#choose-nodes, docs/guides/load-balancer.md#choose-addresses; with
+	// `externalTrafficPolicy: Local`, wait for a ready pod.
 	ReasonNoEligibleNodes = "NoEligibleNodes"
-	// ReasonNodesNotReady: no Node that could receive traffic is ready; the Service keeps its addresses, except those of
-	// Nodes that are gone or excluded.
+	// ReasonNodesNotReady: no Node that could receive traffic is ready; addresses stay unless their Nodes are gone or
+	// excluded.
 	// Fix: check the kubelets, or select other Nodes.
 	ReasonNodesNotReady = "NodesNotReady"
 	// ReasonPortConflict: an older Service has the port on an address, or as its node port; the Service gets the other
 	// addresses.
-	// Fix: use another port or node selector; if the older Service is being deleted, find out why its finalizer remains.
+	// Fix: use another port or node selector.
 	ReasonPortConflict = "PortConflict"
 	// ReasonPortReserved: Talos, Kubernetes, talos-ccm or `service.reservedPorts` has the port; the Service gets no
 	// addresses.
@@ -62,12 +60,11 @@ const (
 	// ReasonTooManyPorts: the Service has more than 1,000 ports; it gets no addresses.
 	// Fix: divide it into several Services.
 	ReasonTooManyPorts = "TooManyPorts"
-	// ReasonUnsupportedProxyMode: kube-proxy uses IPVS (link `kube-ipvs0`) on all Nodes that could receive traffic; the
-	// Service keeps their addresses and gets no new ones.
+	// ReasonUnsupportedProxyMode: kube-proxy uses IPVS on all Nodes that could receive traffic; the addresses stay.
 	// Fix: set `cluster.proxy.mode: nftables` (Talos 1.14: `KubeProxyConfig`), and reboot, or use another load balancer.
 	ReasonUnsupportedProxyMode = "UnsupportedProxyMode"
-	// ReasonInvalidAnnotation: `talos-ccm.dev/node-selector` is no label selector, or has more than 16 KiB or 100
-	// requirements, or `talos-ccm.dev/addresses` has an unknown value; the addresses stay.
+	// ReasonInvalidAnnotation: `talos-ccm.dev/node-selector` is no label selector or larger than 16 KiB or 100 requirements,
+	// or `talos-ccm.dev/addresses` has an unknown value; the addresses stay.
 	// Fix: correct it.
 	ReasonInvalidAnnotation = "InvalidAnnotation"
 	// ReasonOwnershipConflict: with `service.default`: another field manager has set the addresses of a Service without a
