@@ -22,8 +22,9 @@ const ControllerLabel = "talos-ccm.dev/controller"
 // SecurePort is the value of ControllerLabel for objects that are needed while the secure port is served.
 const SecurePort = "secure-port"
 
-// RBACVersionAnnotation is the version of an object of RBAC, a positive integer. An instance of talos-ccm neither
-// changes nor deletes objects of a higher version than its own.
+// RBACVersionAnnotation is the version of an object of RBAC, a positive integer.
+//
+// An instance of talos-ccm neither changes nor deletes objects of a higher version than its own.
 const RBACVersionAnnotation = "talos-ccm.dev/rbac-version"
 
 // ServiceAccount and Namespace identify the ServiceAccount in RBAC.

@@ -21,13 +21,11 @@ const (
 	LabelPrevious = "talos-ccm.node-restriction.kubernetes.io/credential-previous"
 	// LabelContext contains hashes of the Talos node ID, the EPHEMERAL file system and the CA, and the expiry time.
 	LabelContext = "talos-ccm.node-restriction.kubernetes.io/credential-context"
-	// LabelAddress is the address at which the machine responded when the client certificate of its kubelet was recorded,
-	// with `-` for `:`.
+	// LabelAddress is the address at which the machine responded when the record was made, with `-` for `:`.
 	LabelAddress = "talos-ccm.node-restriction.kubernetes.io/credential-address"
 	// LabelVolume is the ID of the EPHEMERAL file system.
 	LabelVolume = "talos-ccm.node-restriction.kubernetes.io/credential-volume"
-	// LabelStated is the ID of the client certificate that the machine itself stated. Only the instance on the machine
-	// writes it.
+	// LabelStated is the ID of the client certificate that the machine itself stated.
 	LabelStated = "talos-ccm.node-restriction.kubernetes.io/credential-stated"
 	// LabelRole is `worker` if the record was made before the Node had the label of the control plane.
 	LabelRole = "talos-ccm.node-restriction.kubernetes.io/credential-role"

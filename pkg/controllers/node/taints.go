@@ -14,7 +14,7 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/rules"
 )
 
-// labelEnforcedTaint is the prefix of labels that record which taints of a Node exist because a rule enforces them.
+// labelEnforcedTaint is the prefix of labels that record which taints a rule enforces.
 //
 // managedFields cannot: they treat the list of taints as one field. Clients that can write the record can have taints
 // removed. Therefore it has a prefix that the NodeRestriction admission plugin protects from kubelets, just as it
