@@ -5,6 +5,7 @@ import (
 	"testing"
 
 	"github.com/cosi-project/runtime/api/v1alpha1"
+	talosmachine "github.com/siderolabs/talos/pkg/machinery/config/machine"
 	clusterres "github.com/siderolabs/talos/pkg/machinery/resources/cluster"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
@@ -84,7 +85,7 @@ func TestReader_ReadsTheMembers(t *testing.T) {
 // Only the members are unknown then.
 func TestReader_ReadsTheRestOfMachineWithTooManyMembers(t *testing.T) {
 	s := newSuite(t, bed.Kube.Config(), func(s *suite, _ *controlplane.Config) { s.readsMembers = true })
-	m := s.addControlPlane("crowded-cp")
+	m := s.add("crowded-cp", talosmachine.TypeControlPlane)
 
 	member := &v1alpha1.Resource{
 		Metadata: &v1alpha1.Metadata{Namespace: clusterres.NamespaceName, Type: clusterres.MemberType, Version: "1", Phase: "running"},
@@ -103,6 +104,8 @@ func TestReader_ReadsTheRestOfMachineWithTooManyMembers(t *testing.T) {
 
 		return nil
 	})
+
+	label(s.Suite, m.Nodename()) // members are read from now on
 
 	// Steps of the clock would end a session that has not listed so many members yet.
 	ctest.Eventually(s, "the machine was read", func() bool { return s.inventory.Get(m.Nodename()).Condition == inventory.Current })
