@@ -23,24 +23,6 @@ const (
 	factsTimeout = 10 * time.Second
 )
 
-// startFacts returns the timer of the facts of a control-plane machine; of other machines, it never fires.
-func (s *session) startFacts() (next <-chan time.Time, stop func()) {
-	if s.controlPlane == nil {
-		return nil, func() {}
-	}
-
-	s.nextFacts = s.clock.NewTimer(factsInterval)
-
-	return s.nextFacts.C(), func() { s.nextFacts.Stop() }
-}
-
-// pollFacts reads the facts, unless a poll is in progress, which reads them, too.
-func (s *session) pollFacts(ctx context.Context) {
-	if !s.polling {
-		s.startPoll(ctx, nil)
-	}
-}
-
 // readControlPlane reads the facts of a control-plane machine. A fact that the machine does not have, refuses, or that
 // exceeds a limit or the timeout keeps its last value. The result is nil for other machines.
 func (s *session) readControlPlane(ctx context.Context) *machine.ControlPlane {
@@ -79,19 +61,4 @@ func (s *session) readControlPlane(ctx context.Context) *machine.ControlPlane {
 	}
 
 	return &facts
-}
-
-// updateFacts is called after every poll, with the result of readControlPlane.
-func (s *session) updateFacts(facts *machine.ControlPlane) {
-	if facts == nil {
-		return
-	}
-
-	delay := factsInterval
-	if !facts.IsComplete() {
-		delay = s.retries.Step()
-	}
-
-	s.controlPlane = facts
-	s.nextFacts.Reset(delay)
 }

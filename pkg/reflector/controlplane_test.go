@@ -27,9 +27,6 @@ const (
 	// read again while one is unknown.
 	factsInterval = 31 * time.Second
 	factsRetry    = 7 * time.Second
-
-	// watchingTimers of a control-plane machine include one for its facts.
-	controlPlaneTimers = watchingTimers + 1
 )
 
 var (
@@ -68,7 +65,7 @@ func (s *suite) settleControlPlane(m *talostest.Machine) {
 
 func (s *suite) awaitFacts() {
 	s.Helper()
-	s.eventually("the session is idle", func() bool { return s.clock.Waiters() == controlPlaneTimers })
+	s.eventually("the session is idle", func() bool { return s.clock.Waiters() == watchingTimers })
 }
 
 // readFacts has the facts read again.
@@ -109,9 +106,6 @@ func TestSession_ReadsFactsOfControlPlane(t *testing.T) {
 	assert.True(t, first.KCM.AllocatesNodeCIDRs, "the default of Talos")
 	assert.Nil(t, first.Members)
 
-	// They are read more often than what only its Node needs.
-	lists := lists(m)[k8s.NodeIPConfigType]
-
 	s.setPodCIDRs(m, "10.7.0.0/16")
 
 	changed := s.readFacts(m)
@@ -119,7 +113,6 @@ func TestSession_ReadsFactsOfControlPlane(t *testing.T) {
 	assert.Equal(t, changed.KCM.ClusterCIDRs, changed.Subjects.PodCIDRs)
 	assert.Empty(t, changed.Problem)
 	assert.Len(t, s.dials(), 1)
-	assert.Equal(t, lists, listsOf(m, k8s.NodeIPConfigType))
 }
 
 func TestSession_AsksOnlyControlPlaneForFacts(t *testing.T) {

@@ -423,7 +423,7 @@ func (r *Reflector) follow(ctx context.Context, nodename string, t *task) {
 
 			delay = wait.Jitter(reconnectDelay, reconnectJitter)
 			if t.unsteady && wasUnsteady {
-				delay = delays.Step()
+				delay = min(delays.Step(), r.maxDelay(t))
 			}
 		} else {
 			r.report(t.outage.Failed(klog.FromContext(ctx), r.clock.Now()), nodename, t, err)

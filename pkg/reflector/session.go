@@ -98,9 +98,7 @@ type session struct {
 	deadline clock.Timer // of the requests in progress
 	nextPoll clock.Timer
 	interval time.Duration // between polls
-
-	nextFacts clock.Timer  // when to read the facts of a control-plane machine; nil for other machines
-	retries   wait.Backoff // while one of them is unknown
+	retries  wait.Backoff  // of polls, while a fact of a control-plane machine is unknown
 }
 
 // run returns when the session fails or expires, always with an error. established reports whether a view was published.
@@ -117,9 +115,6 @@ func (s *session) run(ctx context.Context) (established bool, err error) {
 
 	s.slot = s.clock.NewTimer(slotTime)
 	defer s.slot.Stop()
-
-	nextFacts, stop := s.startFacts()
-	defer stop()
 
 	s.open(ctx)
 
@@ -139,8 +134,6 @@ func (s *session) run(ctx context.Context) (established bool, err error) {
 		case <-s.nextPoll.C():
 			s.pollSoon = false
 			s.requestPoll(ctx)
-		case <-nextFacts:
-			s.pollFacts(ctx)
 		case <-s.slot.C():
 			s.release()
 		case <-s.deadline.C():
@@ -204,23 +197,19 @@ func (s *session) probe(ctx context.Context) {
 }
 
 // startPoll starts a poll and its deadline. While watches have not bootstrapped, their earlier deadline applies.
-func (s *session) startPoll(ctx context.Context, kinds []resource.Kind) {
+func (s *session) startPoll(ctx context.Context) {
 	s.polling = true
 
 	if s.bootstrapping == 0 {
 		s.deadline.Reset(answerTimeout)
 	}
 
-	go s.poll(ctx, kinds)
-}
-
-// polledKinds are the kinds that are not watched, without the constant ones that are known.
-func (s *session) polledKinds() []resource.Kind {
-	if s.constant {
-		return s.kinds.Polled
+	kinds := s.kinds.Polled
+	if !s.constant {
+		kinds = slices.Concat(kinds, s.kinds.Constant)
 	}
 
-	return slices.Concat(s.kinds.Polled, s.kinds.Constant)
+	go s.poll(ctx, kinds)
 }
 
 // requestPoll starts a poll, after the present one if there is one.
@@ -228,7 +217,7 @@ func (s *session) requestPoll(ctx context.Context) {
 	if s.polling {
 		s.pollAgain = true
 	} else {
-		s.startPoll(ctx, s.polledKinds())
+		s.startPoll(ctx)
 	}
 }
 
@@ -246,7 +235,7 @@ func (s *session) open(ctx context.Context) {
 		}()
 	}
 
-	s.startPoll(ctx, s.polledKinds())
+	s.startPoll(ctx)
 }
 
 // send makes run call result.
@@ -295,7 +284,7 @@ func (s *session) poll(ctx context.Context, kinds []resource.Kind) {
 			return fmt.Errorf("list resources at %s: %w", s.addr, err)
 		}
 
-		s.updateFacts(readFacts)
+		s.controlPlane = readFacts
 
 		for i, kind := range kinds {
 			if refusals[i] == nil {
@@ -305,26 +294,22 @@ func (s *session) poll(ctx context.Context, kinds []resource.Kind) {
 			}
 		}
 
-		return s.endPoll(ctx, len(kinds) == 0)
+		return s.endPoll(ctx)
 	})
 }
 
-// endPoll is called after a poll, which may have been of the facts only.
-func (s *session) endPoll(ctx context.Context, ofFacts bool) error {
-	s.polling = false
+func (s *session) endPoll(ctx context.Context) error {
+	s.polling, s.polled = false, true
 
-	switch {
-	case ofFacts:
-	case s.established:
+	if s.established {
 		s.scheduleNextPoll(s.view.Machine())
-	default:
-		s.polled = true
-		s.nextPoll.Reset(wait.Jitter(pollFirst, pollJitter))
+	} else {
+		s.pollWithin(pollFirst)
 	}
 
 	if s.pollAgain {
 		s.pollAgain = false
-		s.startPoll(ctx, s.polledKinds())
+		s.startPoll(ctx)
 	}
 
 	if s.debounced != nil {
@@ -359,11 +344,27 @@ func (s *session) scheduleNextPoll(m machine.Machine) {
 		delay = pollFirst
 	}
 
-	s.nextPoll.Reset(wait.Jitter(delay, pollJitter))
+	s.pollWithin(delay)
 
 	if m.Stage != runtime.MachineStageBooting {
 		s.interval = min(2*s.interval, pollMax)
 	}
+}
+
+// pollWithin has the next poll start after about the delay. Polls of a control-plane machine are more frequent, because the
+// whole cluster depends on its facts.
+func (s *session) pollWithin(delay time.Duration) {
+	delay = wait.Jitter(delay, pollJitter)
+
+	switch {
+	case s.controlPlane == nil:
+	case s.controlPlane.IsComplete():
+		delay = min(delay, factsInterval)
+	default:
+		delay = min(delay, s.retries.Step())
+	}
+
+	s.nextPoll.Reset(delay)
 }
 
 // pollAfter polls if polled resources probably change with the one of the event.
@@ -379,7 +380,7 @@ func (s *session) pollAfter(ctx context.Context, event state.Event) {
 		// Node IPs follow a little later (k8s/NodeIPController). Pods add link-local addresses only.
 		if r.TypedSpec().Scope == nethelpers.ScopeGlobal && !s.pollSoon {
 			s.pollSoon = true
-			s.nextPoll.Reset(wait.Jitter(pollFirst, pollJitter))
+			s.pollWithin(pollFirst)
 		}
 	}
 }
