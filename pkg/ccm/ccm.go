@@ -33,7 +33,6 @@ import (
 	"fmt"
 	"net/http"
 	"os"
-	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -81,9 +80,10 @@ type Manager struct {
 	// processID is the lease identity where the machine has no node ID. It outlives the connections to
 	// Kubernetes, so that a lease that could not be released can be renewed.
 	processID string
-	// earlier are previous configurations, the newest first. They apply to machines whose new facts have not been read yet.
-	earlierMu sync.Mutex
-	earlier   []*config.Compiled
+	mu        sync.Mutex
+	// factKinds are the facts that machines are read with, and applied is the last configuration that uses no others.
+	factKinds machine.FactKinds
+	applied   *config.Compiled
 }
 
 // connection is a connection to Kubernetes and the other machines. It ends when its clients must be recreated.
@@ -431,37 +431,28 @@ func (m *Manager) serveLater(ctx context.Context, conn connection, handler http.
 	}
 }
 
-// settings returns the configuration in force.
-func (m *Manager) settings() *config.Compiled { return m.store.Current() }
+// settings returns the configuration that applies: the last one that uses only facts that machines are read with. A fact
+// that was not read must not be taken for a fact that the machine does not have.
+func (m *Manager) settings() *config.Compiled {
+	m.mu.Lock()
+	defer m.mu.Unlock()
 
-// settingsFor returns the configuration that applies to a machine. If the configuration in force reads facts that the
-// machine was not asked for yet, the last configuration without such facts applies: a fact that was not read must not be
-// taken for a fact that the machine does not have.
-func (m *Manager) settingsFor(talos machine.Machine) *config.Compiled {
-	current := m.settings()
-
-	m.earlierMu.Lock()
-	defer m.earlierMu.Unlock()
-
-	i := slices.IndexFunc(m.earlier, func(before *config.Compiled) bool { return talos.HasRead(before.FactKinds) })
-	if i < 0 || talos.Nodename == "" || talos.HasRead(current.FactKinds) {
-		return current
+	if current := m.store.Current(); current.FactKinds&^m.factKinds == 0 {
+		m.applied = current
 	}
 
-	return m.earlier[i]
+	return m.applied
 }
 
-// readFacts makes the reflector read the facts that the configuration in force uses.
-func (m *Manager) readFacts(refl interface{ ReadFacts(machine.FactKinds) }) {
-	m.earlierMu.Lock()
-	defer m.earlierMu.Unlock()
+// needFacts applies the configuration in force, and returns the facts that machines must be read with.
+func (m *Manager) needFacts() machine.FactKinds {
+	m.mu.Lock()
+	defer m.mu.Unlock()
 
-	current := m.settings()
-	// A configuration that reads all of these facts, too, never applies again.
-	m.earlier = slices.DeleteFunc(m.earlier, func(before *config.Compiled) bool { return current.FactKinds&^before.FactKinds == 0 })
-	m.earlier = slices.Insert(m.earlier, 0, current)
+	m.applied = m.store.Current()
+	m.factKinds |= m.applied.FactKinds
 
-	refl.ReadFacts(current.FactKinds)
+	return m.factKinds
 }
 
 // within waits for done, at most for d.

@@ -19,6 +19,7 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
 	"github.com/talos-ccm/talos-ccm/pkg/ccm"
+	nodecontroller "github.com/talos-ccm/talos-ccm/pkg/controllers/node"
 	"github.com/talos-ccm/talos-ccm/pkg/settings"
 	"github.com/talos-ccm/talos-ccm/pkg/talostest"
 	"github.com/talos-ccm/talos-ccm/test/ctest"
@@ -102,7 +103,8 @@ func TestConfiguration_NewFactsAreRead(t *testing.T) {
 
 	self := s.controlPlane("cp")
 	worker := s.machine(talostest.MachineSpec{Nodename: "worker", Platform: identified("new-facts-worker"), Resources: []resource.Resource{state}})
-	s.register(self, worker)
+	silent := s.worker("silent")
+	s.register(self, worker, silent)
 
 	file := filepath.Join(t.TempDir(), "config.yaml")
 	require.NoError(s, os.WriteFile(file, []byte(site("paris")), 0o600))
@@ -112,10 +114,17 @@ func TestConfiguration_NewFactsAreRead(t *testing.T) {
 
 	r := s.start(options)
 	s.awaitSite(worker, "paris")
+	s.awaitSite(silent, "paris")
+	require.NoError(s, silent.Stop(t.Context()))
 
 	require.NoError(s, os.WriteFile(file, []byte(bySecureBoot), 0o600))
 	s.awaitSite(worker, "secure")
 	s.awaitSite(self, "insecure")
+	s.AwaitEvent(silent.Nodename(), nodecontroller.ReasonUnreachable)
+	s.awaitSite(silent, "paris")
+
+	silent.Start()
+	s.awaitSite(silent, "insecure")
 	r.alive()
 }
 

@@ -73,8 +73,37 @@ type inputs struct {
 }
 
 // control runs the reflector and the controllers until ctx ends and they have stopped. It sends an error to exceeded if
-// they use too much memory.
-func (m *Manager) control(ctx context.Context, conn connection, exceeded chan<- error) error {
+// they use too much memory. If the configuration uses facts for the first time, everything starts again, as on a new leader:
+// a machine that was not read with these facts is like one that has not responded yet.
+func (m *Manager) control(ctx context.Context, conn connection, exceeded chan<- error) (err error) {
+	for _, c := range controllers {
+		if m.options.Enabled(c.name) {
+			conn.checks.AddHealthChecker(controllerhealthz.NamedPingChecker(c.name))
+		}
+	}
+
+	for ctx.Err() == nil && err == nil {
+		err = m.controlWithFacts(ctx, conn, exceeded)
+	}
+
+	return err
+}
+
+// controlWithFacts is control until the configuration uses facts that machines were not read with.
+func (m *Manager) controlWithFacts(ctx context.Context, conn connection, exceeded chan<- error) error {
+	var group sync.WaitGroup
+	defer group.Wait()
+
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+
+	defer m.store.Subscribe(func() {
+		if m.settings() != m.store.Current() {
+			klog.FromContext(ctx).Info("Configuration uses other facts; reading machines again")
+			cancel()
+		}
+	})()
+
 	inv := inventory.New(m.clock.Now)
 	defer countMachines(inv)()
 
@@ -89,31 +118,19 @@ func (m *Manager) control(ctx context.Context, conn connection, exceeded chan<- 
 
 	refl := reflector.New(inv, m.dialer(conn.creds, client, nodes), m.clock)
 	refl.ReadsMembers = func() bool { return m.settings().Lifecycle.Discovery }
-	readFacts := func() { m.readFacts(refl) }
-
-	defer m.store.Subscribe(readFacts)()
-
-	readFacts()
+	refl.Kinds = refl.Kinds.WithFacts(m.needFacts())
 
 	if err := refl.FollowNodes(nodes); err != nil {
 		return err
 	}
 
-	readerConfig := controlplane.Config{
-		Kubernetes: conn.config.Kubeconfig, Client: client, Nodes: nodes, Machines: inv, Clock: m.clock,
-	}
+	readerConfig := controlplane.Config{Kubernetes: conn.config.Kubeconfig, Client: client, Nodes: nodes, Machines: inv, Clock: m.clock}
 	if m.socket != nil {
 		readerConfig.Local = refl.Local
 	}
 
 	readerConfig.Hosted, _ = m.options.hosted() // was validated
 	controlPlane := controlplane.New(readerConfig)
-
-	var group sync.WaitGroup
-	defer group.Wait()
-
-	ctx, cancel := context.WithCancel(ctx)
-	defer cancel()
 
 	for _, c := range controllers {
 		if !m.options.Enabled(c.name) {
@@ -131,7 +148,6 @@ func (m *Manager) control(ctx context.Context, conn connection, exceeded chan<- 
 		}
 
 		m.start(ctx, &group, c.name, ctrl)
-		conn.checks.AddHealthChecker(controllerhealthz.NamedPingChecker(c.name))
 	}
 
 	group.Go(func() { m.limitMemory(ctx, nodes.Lister(), exceeded) })
@@ -194,14 +210,14 @@ func (m *Manager) dialer(creds talosapi.Credentials, client kubernetes.Interface
 	})
 }
 
-// nodeOptions returns the options for the Node of a machine.
-func (m *Manager) nodeOptions(talos machine.Machine) nodespec.Options {
-	return NodeOptions(m.settingsFor(talos), m.options.ProviderIDFallback)
+// nodeOptions returns the options for Nodes.
+func (m *Manager) nodeOptions() nodespec.Options {
+	return NodeOptions(m.settings(), m.options.ProviderIDFallback)
 }
 
 // managed reports whether the configuration selects the Node of a machine.
 func (m *Manager) managed(node *corev1.Node, talos machine.Machine) bool {
-	return nodespec.Selected(nodespec.NewInput(node, talos, m.nodeOptions(talos)))
+	return nodespec.Selected(nodespec.NewInput(node, talos, m.nodeOptions()))
 }
 
 func (m *Manager) newNodeController(in inputs) (controller, error) {
@@ -211,8 +227,8 @@ func (m *Manager) newNodeController(in inputs) (controller, error) {
 		Inventory: in.inventory,
 		Recorder:  in.conn.recorder,
 		Clock:     m.clock,
-		Options: func(talos machine.Machine) nodespec.Options {
-			options := m.nodeOptions(talos)
+		Options: func() nodespec.Options {
+			options := m.nodeOptions()
 			options.Domains = in.controlPlane.Identity().Current().Domains // known only with CSR approval or the service controller
 
 			return options
@@ -232,13 +248,13 @@ func (m *Manager) newLifecycle(in inputs) (controller, error) {
 		Clock:     m.clock,
 		Settings:  func() config.CompiledLifecycle { return m.settings().Lifecycle },
 		Selected: func(node *corev1.Node, talos machine.Machine) bool {
-			settings := m.settingsFor(talos)
+			settings := m.settings()
 			selector := cmp.Or(settings.Lifecycle.Selector, settings.NodeSelector)
 
 			return lifecycle.Selects(selector, node, talos)
 		},
 		Spec: func(node *corev1.Node, talos machine.Machine) nodespec.Spec {
-			spec, _ := nodespec.FromMetadata(nodespec.NewInput(node, talos, m.nodeOptions(talos)))
+			spec, _ := nodespec.FromMetadata(nodespec.NewInput(node, talos, m.nodeOptions()))
 
 			return spec
 		},
@@ -283,10 +299,10 @@ func (m *Manager) newCSRApproval(in inputs) (controller, error) {
 		Recorder:  in.conn.recorder,
 		Clock:     m.clock,
 		Managed: func(node *corev1.Node, talos machine.Machine) bool {
-			return m.settingsFor(talos).CSRSelector.Matches(nodespec.FactsOf(node, talos))
+			return m.settings().CSRSelector.Matches(nodespec.FactsOf(node, talos))
 		},
 		Policy: func(node *corev1.Node, talos machine.Machine) csrpolicy.Policy {
-			settings := m.settingsFor(talos)
+			settings := m.settings()
 			input := nodespec.NewInput(node, talos, NodeOptions(settings, m.options.ProviderIDFallback)).WithPeers(in.inventory, node.Name, in.nodes.Lister().Get)
 
 			policy := csrapproval.PolicyFor(settings, node, input)

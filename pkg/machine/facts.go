@@ -80,9 +80,6 @@ func FactKindsOf(variable string) (kinds FactKinds) {
 	return kinds
 }
 
-// HasRead reports whether the machine was asked for all of the kinds.
-func (m Machine) HasRead(kinds FactKinds) bool { return kinds&^m.FactKinds == 0 }
-
 // replace replaces the facts of a kind. It returns false if a View keeps the resources of the kind instead.
 func (f *Facts) replace(typ resource.Type, items []resource.Resource) bool {
 	items = slices.SortedFunc(slices.Values(items), func(a, b resource.Resource) int { return cmp.Compare(a.Metadata().ID(), b.Metadata().ID()) })

@@ -202,16 +202,10 @@ func factsOf(kinds machine.FactKinds, resources ...resource.Resource) *machine.F
 func TestView_HasFactsOnlyIfTheyAreNeeded(t *testing.T) {
 	view := viewOf(everything()...)
 	assert.Nil(t, view.Machine().Facts)
-	assert.True(t, view.Machine().HasRead(0))
 
-	subnets, links := machine.FactKindsOf("Subnets"), machine.FactKindsOf("Links")
-	assert.False(t, view.Machine().HasRead(subnets))
-
-	view.Facts = subnets
+	view.Facts = machine.FactKindsOf("Subnets")
 	before := view.Machine()
 	assert.NotNil(t, before.Facts)
-	assert.True(t, before.HasRead(subnets))
-	assert.False(t, before.HasRead(subnets|links))
 
 	view.Put(addressStatus("eth2", "10.77.0.1/24"))
 	assert.NotContains(t, before.Facts.Addresses, "10.77.0.1", "the facts of an earlier view have changed")

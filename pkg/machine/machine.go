@@ -69,9 +69,8 @@ type Machine struct {
 	ExcludedSubnets []netip.Prefix `yaml:"excludedSubnets,omitempty"`
 	// ValidSubnets are the subnets of machine.kubelet.nodeIP, in the operator's order (k8s/NodeIPConfigs).
 	ValidSubnets []ValidSubnet `yaml:"validSubnets,omitempty"`
-	// FactKinds are the kinds of Facts that were read. Facts are nil if there are none. Files have all kinds.
-	FactKinds FactKinds `yaml:"-"`
-	Facts     *Facts    `yaml:"facts,omitempty"`
+	// Facts are nil if none were read. Files have all of them.
+	Facts *Facts `yaml:"facts,omitempty"`
 	// Ignored are the kinds of resources that exceed a limit, with the reason. Their facts are not reported, or are the
 	// last ones that did not exceed it.
 	Ignored map[resource.Type]string `yaml:"ignored,omitempty"`

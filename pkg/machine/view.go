@@ -201,7 +201,7 @@ func (v *View) Machine() Machine {
 	if v.Facts != 0 {
 		facts := v.facts
 		facts.setAddresses(&m)
-		m.FactKinds, m.Facts = v.Facts, &facts
+		m.Facts = &facts
 	}
 
 	return m

@@ -54,7 +54,7 @@ func ReadMachine(text []byte) (m machine.Machine, otherVersion string, err error
 		otherVersion = header.Version
 	}
 
-	saved := savedMachine{Machine: machine.Machine{FactKinds: machine.AllFacts}}
+	var saved savedMachine
 	if err := yaml.Load(text, &saved, yaml.WithKnownFields(otherVersion == "")); err != nil {
 		return machine.Machine{}, "", err
 	}

@@ -35,7 +35,7 @@ func saved(t testing.TB, m machine.Machine) machine.Machine {
 func fill(t testing.TB, v reflect.Value) {
 	t.Helper()
 
-	for _, value := range []any{netip.MustParseAddr("10.0.0.1"), netip.MustParsePrefix("10.0.0.1/24"), nethelpers.ScopeLink, machine.AllFacts} {
+	for _, value := range []any{netip.MustParseAddr("10.0.0.1"), netip.MustParsePrefix("10.0.0.1/24"), nethelpers.ScopeLink} {
 		if v.Type() == reflect.TypeOf(value) {
 			v.Set(reflect.ValueOf(value))
 
@@ -87,7 +87,6 @@ func TestReadMachine_RestoresZeroValues(t *testing.T) {
 		{},
 		{Addresses: make([]machine.Address, 1), NodeIPs: make([]netip.Addr, 1), ValidSubnets: make([]machine.ValidSubnet, 1), Facts: &machine.Facts{}},
 	} {
-		m.FactKinds = machine.AllFacts
 		assert.Equal(t, m, saved(t, m))
 	}
 }
@@ -100,7 +99,6 @@ func TestReadMachine_AcceptsYAML(t *testing.T) {
 	assert.Equal(t, machine.Machine{
 		Platform:  runtime.PlatformMetadataSpec{Platform: "metal"},
 		Addresses: []machine.Address{{Prefix: netip.MustParsePrefix("10.0.0.1/24"), Flags: flags}},
-		FactKinds: machine.AllFacts,
 	}, m)
 }
 
@@ -114,7 +112,7 @@ func TestReadMachine_RejectsMistakes(t *testing.T) {
 		{"unknown key without a version", "nodename: a\nhost: b\n", "line 2: field host not found"},
 		{"unknown key in a list", "addresses:\n- {prefix: 10.0.0.1/24}\n- {address: 10.0.0.2/24}\n", "line 3: field address not found"},
 		{"key in capitals", "Nodename: a\n", "line 1: field Nodename not found"},
-		{"key that is not saved", "factKinds: 1\n", "line 1: field factKinds not found"},
+		{"key that is not saved", "controlPlane: {}\n", "line 1: field controlPlane not found"},
 		{"repeated key", "nodename: a\nnodename: b\n", `line 2: mapping key "nodename" already defined`},
 		{"wrong type", "{\n  \"nodename\": [\"a\"]\n}", "line 2: cannot construct !!seq into string"},
 		{"wrong type of another version", "version: v9.9.9\nunknown: 1\nnodename: [a]\n", "line 3: cannot construct !!seq into string"},
@@ -149,7 +147,7 @@ func FuzzReadMachine_RestoresText(f *testing.F) {
 
 	f.Fuzz(func(t *testing.T, key, value string) {
 		key, value = strings.ToValidUTF8(key, ""), strings.ToValidUTF8(value, "") // as protobuf requires
-		m := machine.Machine{Nodename: value, FactKinds: machine.AllFacts, Facts: &machine.Facts{Meta: map[string]string{key: value}}}
+		m := machine.Machine{Nodename: value, Facts: &machine.Facts{Meta: map[string]string{key: value}}}
 		assert.Equal(t, m, saved(t, m))
 	})
 }

@@ -90,7 +90,7 @@ func TestSession_OmitsFactsThatExceedLimits(t *testing.T) {
 	t.Parallel()
 
 	s := newTimedSuite(t)
-	s.reflector.ReadFacts(machine.FactKindsOf("Links") | machine.FactKindsOf("TalosVersion"))
+	s.reflector.Kinds = s.reflector.Kinds.WithFacts(machine.FactKindsOf("Links") | machine.FactKindsOf("TalosVersion"))
 
 	worker := s.machine("worker-1")
 	worker.Lie(withLinks(10_000))
@@ -182,7 +182,7 @@ func TestSession_ReadsLargeMachine(t *testing.T) {
 	}
 
 	s := newRealSuite(t)
-	s.reflector.ReadFacts(machine.AllFacts)
+	s.reflector.Kinds = s.reflector.Kinds.WithFacts(machine.AllFacts)
 
 	worker := s.add(talostest.MachineSpec{Nodename: "worker-1", Resources: resources})
 	s.follow(worker)

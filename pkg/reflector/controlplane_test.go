@@ -245,7 +245,7 @@ func TestSession_ControlPlaneKeepsWhatDidNotExceedLimits(t *testing.T) {
 	t.Parallel()
 
 	s := newControlPlaneSuite(t)
-	s.reflector.ReadFacts(machine.FactKindsOf("Links"))
+	s.reflector.Kinds = s.reflector.Kinds.WithFacts(machine.FactKindsOf("Links"))
 
 	m := s.controlPlane("cp-1")
 	m.Lie(withLinks(1))

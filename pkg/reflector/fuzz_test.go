@@ -198,7 +198,7 @@ func FuzzMachine_SendsAnything(f *testing.F) {
 	talos := ctest.NewTalos(f, talostest.Options{})
 	machines := inventory.New(time.Now)
 	refl := reflector.New(machines, ctest.Dial(talos), clock.RealClock{})
-	refl.ReadFacts(machine.AllFacts)
+	refl.Kinds = refl.Kinds.WithFacts(machine.AllFacts)
 
 	ended := make(chan struct{})
 

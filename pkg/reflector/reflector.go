@@ -108,6 +108,8 @@ type Reflector struct {
 	clock     clock.Clock
 	budget    talosapi.Budget
 
+	// Kinds are read from every machine: BaseKinds, unless the configuration uses facts. Do not change them while Run runs.
+	Kinds machine.Kinds
 	// ReadsMembers reports whether the members of the cluster are read from control-plane machines. Nil means never. Do not
 	// change it while Run runs.
 	ReadsMembers func() bool
@@ -119,7 +121,6 @@ type Reflector struct {
 	wg    sync.WaitGroup
 
 	// What the next started tasks get:
-	kinds     machine.Kinds
 	local     string // nodename of the local machine
 	dialLocal func() (talosapi.State, error)
 }
@@ -127,7 +128,6 @@ type Reflector struct {
 // task is the goroutine that follows the machine of one Node.
 type task struct {
 	addresses []netip.Addr
-	kinds     machine.Kinds
 	dialLocal func() (talosapi.State, error) // nil unless the machine is the local one
 	cancel    context.CancelFunc             // nil if the task was not started
 	done      chan struct{}
@@ -160,7 +160,7 @@ func New(inventory Inventory, dial talosapi.DialFunc, clk clock.Clock) *Reflecto
 		budget:    talosapi.Budget{Own: ownShare, Common: commonShare},
 		tasks:     map[string]*task{},
 		slots:     map[slot]chan struct{}{},
-		kinds:     machine.BaseKinds(),
+		Kinds:     machine.BaseKinds(),
 	}
 }
 
@@ -289,23 +289,6 @@ func (r *Reflector) renew(nodename string, needed func(*task) bool) {
 	}
 }
 
-// ReadFacts makes the Reflector read these kinds of facts, too. If it did not read all of them before, it connects to all
-// machines again: until a machine has been read, the inventory keeps its present view.
-func (r *Reflector) ReadFacts(kinds machine.FactKinds) {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-
-	if kinds&^r.kinds.Facts == 0 {
-		return
-	}
-
-	r.kinds = r.kinds.WithFacts(kinds)
-
-	for nodename, t := range r.tasks {
-		r.start(nodename, t.addresses)
-	}
-}
-
 // Probe marks the machine of the Node nodename as unreachable within a few seconds if it accepts no further connection. A
 // session with a machine that has lost power would last for two minutes. Probe does nothing without an established
 // session, and does not block.
@@ -345,7 +328,7 @@ func (r *Reflector) Untrack(nodename string) {
 // start replaces the task of a Node, if any, by one that begins after it has ended. Outside of Run it does not start the
 // task. The caller holds r.mu.
 func (r *Reflector) start(nodename string, addresses []netip.Addr) *task {
-	old, t := r.tasks[nodename], &task{addresses: addresses, kinds: r.kinds, done: make(chan struct{})}
+	old, t := r.tasks[nodename], &task{addresses: addresses, done: make(chan struct{})}
 	r.tasks[nodename] = t
 
 	if old != nil {
@@ -563,8 +546,8 @@ func (r *Reflector) newSession(nodename string, addr netip.Addr, t *task, st tal
 		addr:         addr,
 		addresses:    t.addresses,
 		state:        st,
-		kinds:        t.kinds,
-		view:         machine.View{Facts: t.kinds.Facts},
+		kinds:        r.Kinds,
+		view:         machine.View{Facts: r.Kinds.Facts},
 		interval:     pollFirst,
 		readsMembers: r.ReadsMembers,
 		retries:      backoff.New(factsRetryFirst, factsRetryMax),

@@ -411,41 +411,15 @@ func TestSession_PublishesFactsInFirstView(t *testing.T) {
 	t.Parallel()
 
 	s := newTimedSuite(t)
-	s.reflector.ReadFacts(machine.AllFacts)
+	s.reflector.Kinds = s.reflector.Kinds.WithFacts(machine.AllFacts)
 
 	worker := s.machine("worker-1")
 	s.settle(worker)
-	assert.True(t, s.views(worker)[0].HasRead(machine.AllFacts))
+	assert.NotNil(t, s.views(worker)[0].Facts)
 
 	for _, call := range worker.Calls() {
 		assert.Equal(t, codes.OK, call.Code, "%s %s with the role os:reader", call.Method, call.ResourceType)
 	}
-}
-
-// The inventory keeps what it knows of a machine until the machine was read with its facts.
-func TestReflector_ReadsFactsOfTrackedMachines(t *testing.T) {
-	t.Parallel()
-
-	s := newRealSuite(t)
-	worker, silent := s.machine("worker-1"), s.machine("worker-2")
-	s.follow(worker)
-	s.follow(silent)
-	require.NoError(t, silent.Stop(t.Context()))
-	s.await(silent.Nodename(), inventory.Unreachable)
-	assert.Nil(t, s.get(worker).Machine.Facts)
-
-	links, meta := machine.FactKindsOf("Links"), machine.FactKindsOf("Meta")
-	for _, kinds := range []machine.FactKinds{0, links, links | meta, meta} {
-		s.reflector.ReadFacts(kinds)
-		s.awaitView(worker, func(m machine.Machine) bool { return m.HasRead(kinds) })
-	}
-
-	assert.Len(t, slices.DeleteFunc(s.dials(), func(addr netip.Addr) bool { return addr != worker.Address() }), 3, "connected again for each new kind")
-	assert.Equal(t, links|meta, s.get(worker).Machine.FactKinds)
-	assert.Equal(t, []int{2, 1, 0}, []int{lists(worker)[network.LinkStatusType], lists(worker)[runtime.MetaKeyType], lists(worker)[hardware.PCIDeviceType]})
-	assert.Equal(t, silent.Nodename(), s.get(silent).Machine.Nodename, "the last view is kept")
-	assert.Nil(t, s.get(silent).Machine.Facts)
-	assert.NotContains(t, strings.Join(s.inventory.unreachableMarks(), " "), worker.Nodename())
 }
 
 // Facts that stay the same until a reboot are listed once, but not while the machine is still discovering its devices.
@@ -453,7 +427,7 @@ func TestSession_ListsConstantFactsUntilMachineRuns(t *testing.T) {
 	t.Parallel()
 
 	s := newTimedSuite(t)
-	s.reflector.ReadFacts(machine.FactKindsOf("PCIDevices") | machine.FactKindsOf("Gateways"))
+	s.reflector.Kinds = s.reflector.Kinds.WithFacts(machine.FactKindsOf("PCIDevices") | machine.FactKindsOf("Gateways"))
 
 	worker := s.booting()
 	s.settle(worker)

@@ -28,7 +28,6 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/controllers/node"
 	"github.com/talos-ccm/talos-ccm/pkg/controllers/nodeipam"
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
-	"github.com/talos-ccm/talos-ccm/pkg/machine"
 	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
 	"github.com/talos-ccm/talos-ccm/pkg/rules"
 )
@@ -97,7 +96,7 @@ func (s *simulation) nodeControllers(i *instance) []func(context.Context) {
 
 	nodeController, err := node.New(node.Config{
 		Client: ofNode.kubernetes, Nodes: i.informer.nodes(ofNode), Inventory: i.inventory, Recorder: &record.FakeRecorder{}, Clock: clock.RealClock{},
-		Options: func(machine.Machine) nodespec.Options { return s.options() }, Workers: s.workers,
+		Options: func() nodespec.Options { return s.options() }, Workers: s.workers,
 	})
 	require.NoError(s.t, err)
 

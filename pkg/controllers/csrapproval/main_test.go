@@ -290,7 +290,7 @@ func (e *environment) start(clk clock.WithTicker) (*instance, error) {
 	})
 	initializer, err := nodecontroller.New(nodecontroller.Config{
 		Client: i.Client, Nodes: i.Nodes, Inventory: i.Inventory, Recorder: i.Recorder, Clock: clock.RealClock{},
-		Options: func(machine.Machine) nodespec.Options { return nodespec.Options{} }, Workers: 10,
+		Options: func() nodespec.Options { return nodespec.Options{} }, Workers: 10,
 	})
 
 	if e.followLast {

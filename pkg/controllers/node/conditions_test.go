@@ -17,7 +17,6 @@ import (
 
 	"github.com/talos-ccm/talos-ccm/pkg/controllers/node"
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
-	"github.com/talos-ccm/talos-ccm/pkg/machine"
 	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
 	"github.com/talos-ccm/talos-ccm/pkg/talostest"
 	"github.com/talos-ccm/talos-ccm/test/ctest"
@@ -63,7 +62,7 @@ func lead(s ctest.Suite) *leader {
 
 	controller, err := node.New(node.Config{
 		Client: i.Client, Nodes: i.Nodes, Inventory: i.Inventory, Recorder: i.Recorder, Clock: l.clock, Workers: 10,
-		Options: func(machine.Machine) nodespec.Options { return nodespec.Options{OmitConditions: l.omit.Load()} },
+		Options: func() nodespec.Options { return nodespec.Options{OmitConditions: l.omit.Load()} },
 	})
 	require.NoError(s, err)
 	require.NoError(s, i.Reflector.FollowNodes(i.Nodes))

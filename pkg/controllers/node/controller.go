@@ -48,7 +48,6 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/internal/nodes"
 	"github.com/talos-ccm/talos-ccm/pkg/internal/queue"
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
-	"github.com/talos-ccm/talos-ccm/pkg/machine"
 	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
 )
 
@@ -114,7 +113,7 @@ type Config struct {
 	Recorder  record.EventRecorder
 	Clock     clock.Clock
 	// Options returns the cluster-wide settings in force. Call Resync after they have changed.
-	Options func(machine.Machine) nodespec.Options
+	Options func() nodespec.Options
 	// Workers is the number of Nodes that are updated concurrently.
 	Workers int
 }

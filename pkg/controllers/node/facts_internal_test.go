@@ -29,7 +29,7 @@ func TestController_AwaitsFactsForAMinute(t *testing.T) {
 		n.Status.NodeInfo.OSImage = "Talos (v1.14.1)"
 
 		c := newController(t, n)
-		c.planner.options = func(machine.Machine) nodespec.Options { return nodespec.Options{Rules: compiled} }
+		c.planner.options = func() nodespec.Options { return nodespec.Options{Rules: compiled} }
 		c.config.Inventory.Replace("n", machine.Machine{Nodename: "n", Stage: runtime.MachineStageBooting})
 
 		result, again, err := c.syncNode(t.Context(), n)

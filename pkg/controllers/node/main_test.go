@@ -19,7 +19,6 @@ import (
 
 	"github.com/talos-ccm/talos-ccm/pkg/controllers/node"
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
-	"github.com/talos-ccm/talos-ccm/pkg/machine"
 	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
 	"github.com/talos-ccm/talos-ccm/pkg/talostest"
 	"github.com/talos-ccm/talos-ccm/test/ctest"
@@ -57,7 +56,7 @@ func (e *environment) start() (stop func(), err error) {
 
 	controller, err := node.New(node.Config{
 		Client: i.Client, Nodes: i.Nodes, Inventory: i.Inventory, Recorder: i.Recorder, Clock: clock.RealClock{}, Workers: 10,
-		Options: func(machine.Machine) nodespec.Options {
+		Options: func() nodespec.Options {
 			options := e.options.get()
 			options.OmitConditions = true // they have tests of their own
 

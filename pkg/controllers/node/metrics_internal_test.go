@@ -26,7 +26,7 @@ func TestController_CountsPendingNodes(t *testing.T) {
 	metrics.NewKubeRegistry().MustRegister(gauge)
 
 	c := newController(t)
-	c.planner.options = func(machine.Machine) nodespec.Options {
+	c.planner.options = func() nodespec.Options {
 		return nodespec.Options{Selector: selector, OmitConditions: true}
 	}
 	c.pending = &pendingNodes{gauge: gauge, names: sets.New[string]()}

@@ -16,7 +16,6 @@ import (
 
 	"github.com/talos-ccm/talos-ccm/pkg/internal/events"
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
-	"github.com/talos-ccm/talos-ccm/pkg/machine"
 	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
 )
 
@@ -25,7 +24,7 @@ type planner struct {
 	nodes     corelisters.NodeLister
 	inventory *inventory.Inventory
 	clock     clock.PassiveClock
-	options   func(machine.Machine) nodespec.Options
+	options   func() nodespec.Options
 }
 
 // state is a Node with its machine and its desired state.
@@ -44,7 +43,7 @@ type state struct {
 // observe returns the state of a Node.
 func (p planner) observe(node *corev1.Node) state {
 	entry := p.inventory.Get(node.Name)
-	in := nodespec.NewInput(node, entry.Machine, p.options(entry.Machine)).WithPeers(p.inventory, node.Name, p.nodes.Get)
+	in := nodespec.NewInput(node, entry.Machine, p.options()).WithPeers(p.inventory, node.Name, p.nodes.Get)
 	in.AwaitsFacts = p.clock.Since(node.CreationTimestamp.Time) < factsTimeout
 
 	s := state{node: node, entry: entry, input: in}

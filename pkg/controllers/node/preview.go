@@ -15,7 +15,6 @@ import (
 
 	"github.com/talos-ccm/talos-ccm/pkg/internal/events"
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
-	"github.com/talos-ccm/talos-ccm/pkg/machine"
 	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
 	"github.com/talos-ccm/talos-ccm/pkg/rules"
 )
@@ -62,7 +61,7 @@ func NewPreviews(nodes []*corev1.Node, machines *inventory.Inventory, options no
 		}
 	}
 
-	p := planner{corelisters.NewNodeLister(indexer), machines, clock.RealClock{}, func(machine.Machine) nodespec.Options { return options }}
+	p := planner{corelisters.NewNodeLister(indexer), machines, clock.RealClock{}, func() nodespec.Options { return options }}
 	ids := newProviderIDs(indexer, p.counts, func(string) {})
 	previews := make([]Preview, 0, len(nodes))
 

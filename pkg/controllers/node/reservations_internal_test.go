@@ -16,7 +16,6 @@ import (
 	"k8s.io/utils/clock"
 
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
-	"github.com/talos-ccm/talos-ccm/pkg/machine"
 	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
 )
 
@@ -29,7 +28,7 @@ func newController(t *testing.T, nodes ...*corev1.Node) *Controller {
 		Inventory: inventory.New(time.Now),
 		Recorder:  &record.FakeRecorder{},
 		Clock:     clock.RealClock{},
-		Options:   func(machine.Machine) nodespec.Options { return nodespec.Options{} },
+		Options:   func() nodespec.Options { return nodespec.Options{} },
 	})
 	require.NoError(t, err)
 	t.Cleanup(c.queue.ShutDown)

@@ -249,19 +249,12 @@ func (a assignment) selected() (bool, *events.Problem) {
 
 // machineUnavailable returns a problem unless the inventory has a current view of the machine.
 func (a assignment) machineUnavailable() *events.Problem {
-	factKinds := a.selector.FactKinds()
-	for _, pool := range a.pools {
-		factKinds |= pool.Selector.FactKinds()
+	if a.entry.Condition == inventory.Current {
+		return nil
 	}
 
 	detail := a.entry.Condition.String()
-
-	switch {
-	case a.entry.Condition == inventory.Current && !a.entry.Machine.HasRead(factKinds):
-		detail = "reading facts that the configuration uses"
-	case a.entry.Condition == inventory.Current:
-		return nil
-	case a.entry.Reason != "":
+	if a.entry.Reason != "" {
 		detail += ": " + a.entry.Reason
 	}
 

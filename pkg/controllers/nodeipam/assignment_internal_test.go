@@ -100,9 +100,8 @@ func TestAssignment_RequestsBlocksOfEachFamily(t *testing.T) {
 	here := []Pool{{Name: "here", Selector: region("here"), CIDRs: prefixes("10.2.0.0/16")}}
 	labeled := []Pool{{Name: "here", Selector: where("labels.site", "here"), CIDRs: prefixes("10.2.0.0/16")}}
 	secure := []Pool{{Name: "secure", Selector: where("secureBoot", "true"), CIDRs: prefixes("10.2.0.0/16")}}
-	read, partlyRead := current(), current()
-	read.Machine.Facts, read.Machine.FactKinds = &machine.Facts{SecureBoot: true}, machine.FactKindsOf("SecureBoot")
-	partlyRead.Machine.Facts, partlyRead.Machine.FactKinds = &machine.Facts{}, machine.FactKindsOf("Links")
+	read := current()
+	read.Machine.Facts = &machine.Facts{SecureBoot: true}
 	several := []Pool{
 		{Name: "elsewhere", Selector: region("elsewhere"), CIDRs: prefixes("10.1.0.0/16")},
 		here[0],
@@ -136,9 +135,7 @@ func TestAssignment_RequestsBlocksOfEachFamily(t *testing.T) {
 		{"selectors need the machine", dual, assignment{entry: inventory.Entry{Condition: inventory.Unknown}, pools: here}, ReasonMachineUnknown},
 		{"selectors of labels need an initialized Node", dual, assignment{node: uninitialized, entry: current(), pools: labeled}, ReasonNotInitialized},
 		{"selectors of other facts need no initialized Node", dual, assignment{node: uninitialized, entry: current(), pools: here}, "here 10.2.0.0/16→24, cluster fd00::/48→80"},
-		{"selectors of facts wait until the machine's facts were read", dual, assignment{entry: current(), pools: secure}, ReasonMachineUnknown},
-		{"selectors of facts wait until all of them were read", dual, assignment{entry: partlyRead, pools: secure}, ReasonMachineUnknown},
-		{"selectors of facts apply once they were read", dual, assignment{entry: read, pools: secure}, "secure 10.2.0.0/16→24, cluster fd00::/48→80"},
+		{"selectors of facts apply", dual, assignment{entry: read, pools: secure}, "secure 10.2.0.0/16→24, cluster fd00::/48→80"},
 		{"a pool without selector needs neither machine nor initialized Node", dual, assignment{node: uninitialized, pools: all}, "all 10.2.0.0/16→24, cluster fd00::/48→80"},
 		{"an automatic block size applies to IPv4 only", dual, assignment{node: running("250"), pools: autoIPv4}, "all 10.2.0.0/16→23, cluster fd00::/48→80"},
 		{"an automatic block size applies to cluster CIDRs", dual, assignment{node: running("30"), pools: auto}, "cluster 10.0.0.0/16→26, cluster fd00::/48→80"},
