@@ -10,7 +10,6 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/labels"
-	"k8s.io/utils/clock"
 
 	"github.com/talos-ccm/talos-ccm/pkg/internal/events"
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
@@ -178,22 +177,15 @@ func (p planner) mostRespond() bool {
 	return unreachable <= responding
 }
 
-// conditionReconciler computes the conditions of Nodes.
-type conditionReconciler struct {
-	// mostRespond reports whether at least half of all machines respond.
-	mostRespond func() bool
-	clock       clock.PassiveClock
-}
-
-// sync returns the conditions to write to a Node, and the time after which they can change because time passes. A
-// condition without status must be removed.
-func (r conditionReconciler) sync(s state) (changes []corev1.NodeCondition, again time.Duration) {
+// syncConditions returns the conditions to write to a Node, and the time after which they can change because time passes. A
+// condition without status must be removed. mostRespond reports whether at least half of all machines respond.
+func syncConditions(s state, mostRespond func() bool, now time.Time) (changes []corev1.NodeCondition, again time.Duration) {
 	if !nodespec.IsTalos(s.node) || s.node.DeletionTimestamp != nil {
 		return nil, 0
 	}
 
 	o := observation{
-		entry: s.entry, responds: s.entry.Condition == inventory.Current, isReady: nodespec.IsReady(s.node), mostRespond: r.mostRespond, now: r.clock.Now(),
+		entry: s.entry, responds: s.entry.Condition == inventory.Current, isReady: nodespec.IsReady(s.node), mostRespond: mostRespond, now: now,
 	}
 
 	for _, c := range conditions {

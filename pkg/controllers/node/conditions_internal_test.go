@@ -13,7 +13,6 @@ import (
 	"github.com/stretchr/testify/require"
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
-	clocktesting "k8s.io/utils/clock/testing"
 
 	"github.com/talos-ccm/talos-ccm/pkg/internal/events"
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
@@ -62,9 +61,7 @@ type situation struct {
 
 // sync syncs the conditions of a Node.
 func (o situation) sync(n *corev1.Node) (changes []corev1.NodeCondition, again time.Duration) {
-	r := conditionReconciler{func() bool { return o.mostRespond }, clocktesting.NewFakePassiveClock(o.now)}
-
-	return r.sync(state{node: n, entry: o.entry, managed: o.publish})
+	return syncConditions(state{node: n, entry: o.entry, managed: o.publish}, func() bool { return o.mostRespond }, o.now)
 }
 
 func omitted(o situation) situation {
@@ -228,7 +225,7 @@ func TestConditions_MostMachinesRespondUnlessMoreThanHalfAreUnreachable(t *testi
 			state(c.config.Inventory, n.Name)
 		}
 
-		assert.Equal(t, test.want, c.conditions.mostRespond(), "%d known, %d unknown", len(test.known), len(test.unknown))
+		assert.Equal(t, test.want, c.planner.mostRespond(), "%d known, %d unknown", len(test.known), len(test.unknown))
 	}
 }
 

@@ -124,7 +124,6 @@ type Controller struct {
 	planner      planner
 	indexer      cache.Indexer
 	providerIDs  *providerIDs
-	conditions   conditionReconciler
 	reporter     *events.Reporter
 	expectations *expectations.Expectations
 	pending      *pendingNodes
@@ -151,7 +150,6 @@ func New(cfg Config) (*Controller, error) {
 
 		addressWriters: addressWriters{byNode: map[string]addressWriter{}},
 	}
-	c.conditions = conditionReconciler{c.planner.mostRespond, cfg.Clock}
 	c.providerIDs = newProviderIDs(c.indexer, c.planner.counts, func(providerID string) {
 		names, _ := c.indexer.IndexKeys(indexProviderID, providerID) // fails for an unknown index only
 		c.queueWaiting(names...)
@@ -333,7 +331,7 @@ func (c *Controller) prepare(node *corev1.Node) (p plan, again time.Duration, er
 
 	// A Node gets its first conditions with its addresses or, if no addresses must be written, after its initialization.
 	if !isUninitialized || p.addresses != nil || slices.ContainsFunc(node.Status.Conditions, isOwn) {
-		p.conditions, again = c.conditions.sync(s)
+		p.conditions, again = syncConditions(s, c.planner.mostRespond, c.config.Clock.Now())
 	}
 
 	if again == 0 && p.isPending {
