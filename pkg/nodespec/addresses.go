@@ -103,13 +103,13 @@ func addresses(in Input, transformed rules.Result, nodeIPs []netip.Addr) ([]core
 	names = slices.Insert(names, 0, corev1.NodeAddress{Type: corev1.NodeHostName, Address: in.Machine.Nodename})
 
 	external := externalIPs(in, transformed.PublicIPDiscovery, nodeIPs)
-	listed, omitted := fit(in, external, machine.MaxSubjects-len(nodeIPs)-len(names))
+	listed := external[:min(len(external), machine.MaxSubjects-len(nodeIPs)-len(names))]
 
 	for _, ip := range listed {
 		list = append(list, corev1.NodeAddress{Type: corev1.NodeExternalIP, Address: ip.String()})
 	}
 
-	if len(omitted) > 0 {
+	if omitted := external[len(listed):]; len(omitted) > 0 {
 		problems = append(problems, Problem{Key: "ExternalIPs", Value: omitted[0].String(), Why: fmt.Sprintf(
 			"%d addresses exceed the limit of %d names and addresses in the certificate of a kubelet; set addresses.externalIPs: first-per-family, "+
 				"or remove addresses from the machine", len(omitted), machine.MaxSubjects)})
@@ -125,28 +125,6 @@ func addresses(in Input, transformed rules.Result, nodeIPs []netip.Addr) ([]core
 	}
 
 	return append(list, names...), problems
-}
-
-// fit returns the ExternalIPs for which there is room, and the others. It prefers those that the Node lists, so that an
-// address that comes and goes does not replace others in the certificate.
-func fit(in Input, ips []netip.Addr, room int) (listed, omitted []netip.Addr) {
-	if len(ips) <= room {
-		return ips, nil
-	}
-
-	var ranked []netip.Addr
-
-	for _, isListed := range []bool{true, false} {
-		for _, ip := range ips {
-			if slices.Contains(in.ExternalIPs, ip) == isListed {
-				ranked = append(ranked, ip)
-			}
-		}
-	}
-
-	omitted = ranked[room:]
-
-	return slices.DeleteFunc(ips, func(ip netip.Addr) bool { return slices.Contains(omitted, ip) }), omitted
 }
 
 // platformAzure lists a load balancer's addresses in the metadata of every machine behind it.

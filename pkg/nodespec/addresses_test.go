@@ -454,8 +454,4 @@ func TestDesired_ListsAtMostAsManyAddressesAsCertificateHas(t *testing.T) {
 	require.Len(t, problems, 1)
 	assert.Equal(t, fmt.Sprintf("ExternalIPs=%q omitted: 2 addresses exceed the limit of 1000 names and addresses in the certificate of a kubelet; "+
 		"set addresses.externalIPs: first-per-family, or remove addresses from the machine", last), problems[0].String())
-
-	// The Node lists the others, and its kubelet has a certificate for them.
-	in.ExternalIPs = addrs(all)
-	requireAddresses(t, corev1.NodeExternalIP, in, all...)
 }
