@@ -54,7 +54,7 @@ func newCommand(options *ccm.Options, logOptions *logs.Options) *cobra.Command {
 		},
 	}
 
-	addLogFlags(global, logOptions)
+	logsapi.AddFlags(logOptions, global)
 	globalflag.AddGlobalFlags(global, cmd.Name(), logs.SkipLoggingConfigurationFlags())
 	global.BoolVar(&printVersion, "version", false, "Print the version and exit")
 	global.BoolVar(&all, "help-all", false, "List all flags and exit")

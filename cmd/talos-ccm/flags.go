@@ -1,38 +1,17 @@
 package main
 
 import (
-	"errors"
 	"slices"
 
 	"github.com/spf13/pflag"
 	utilruntime "k8s.io/apimachinery/pkg/util/runtime"
 	utilfeature "k8s.io/apiserver/pkg/util/feature"
 	cliflag "k8s.io/component-base/cli/flag"
-	"k8s.io/component-base/logs"
 	logsapi "k8s.io/component-base/logs/api/v1"
 )
 
 func init() {
 	utilruntime.Must(logsapi.AddFeatureGates(utilfeature.DefaultMutableFeatureGate))
-}
-
-// verbosity is the value of --v.
-type verbosity struct{ pflag.Value }
-
-// Set replaces the error of strconv.
-func (v verbosity) Set(text string) error {
-	if err := v.Value.Set(text); err != nil {
-		return errors.New("must be a number such as 4")
-	}
-
-	return nil
-}
-
-func addLogFlags(flags *pflag.FlagSet, options *logs.Options) {
-	logsapi.AddFlags(options, flags)
-
-	level := flags.Lookup("v")
-	level.Value = verbosity{level.Value}
 }
 
 // usualFlags are the flags that --help lists, in addition to those of their own sections.

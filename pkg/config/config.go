@@ -113,13 +113,6 @@ type Addresses struct {
 	ExternalIPs Choice `default:"all" json:"externalIPs,omitempty" jsonschema:"enum=all,enum=first-per-family"`
 }
 
-// moved are keys of earlier versions, with their replacements.
-var moved = map[string]string{
-	"nodes.nodeSelector": "it is now nodes.selector, which no longer limits certificate approval and pod CIDRs: " +
-		"see csrApproval.selector and ipam.selector",
-	"lifecycle.replaced": "removed in this version; use lifecycle.discovery, or delete the Nodes of replaced machines yourself",
-}
-
 // CSRApproval configures the approval of kubelet serving certificates.
 type CSRApproval struct {
 	// Selector selects the Nodes whose CSRs talos-ccm decides.

@@ -216,8 +216,6 @@ func badFiles() []badFile {
 			`:5:7: transformations[0].nodeSelector[0].matchExpressions[0].key (rule "web"): Required value`,
 			`:5:7: transformations[0].nodeSelector[0].matchExpressions[0].operator (rule "web"): Required value`),
 
-		bad("key that has moved", "nodes:\n  nodeSelector: []\n", bySchema, ":2:3: nodes.nodeSelector: unknown key; it is now nodes.selector, which no longer limits"),
-
 		// Types.
 		bad("list instead of mapping", "global: []\n", bySchema, ":1:9: global: must be a mapping, not a list"),
 		bad("mapping instead of list", "transformations: {name: web}\n", bySchema, ":1:18: transformations: must be a list, not a mapping"),
@@ -237,7 +235,6 @@ func badFiles() []badFile {
 		// Values.
 		bad("cluster name that is not a label value", "global: {clusterName: my shop}\n", byParser, `:1:10: global.clusterName: "my shop": must be a valid label value: `),
 		bad("unknown providerID fallback", "global: {providerIDFallback: hostname}\n", bySchema, `:1:10: global.providerIDFallback: Unsupported value: "hostname": supported values: "uuid", "node-ip"`),
-		bad("removed key", "lifecycle: {replaced: true}\n", bySchema, ":1:13: lifecycle.replaced: unknown key; removed in this version; use lifecycle.discovery"),
 		bad("unknown block size", "ipam: {blockSize: large}\n", bySchema, `:1:8: ipam.blockSize: Unsupported value: "large": supported values: "auto"`),
 		bad("unknown addresses of Services", "service: {addresses: public}\n", bySchema, `:1:11: service.addresses: Unsupported value: "public": supported values: "external", "internal"`),
 		bad("reserved port that is not a port", "service: {reservedPorts: [443, 65536]}\n", byParser, `:1:32: service.reservedPorts[1]: 65536: must be between 1 and 65535, inclusive`),

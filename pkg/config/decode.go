@@ -185,7 +185,7 @@ func (d *decoder) setStruct(n *yaml.Node, into reflect.Value, path string) {
 
 		switch {
 		case !known:
-			d.report(e.key, e.path, "unknown key; %s", cmp.Or(moved[e.path], d.hint(key, t)))
+			d.report(e.key, e.path, "unknown key; %s", d.hint(key, t))
 		case present[f.Name] != "":
 			d.report(e.key, e.path, "cannot be combined with %s, which is another spelling of this key", present[f.Name])
 		default:
