@@ -262,7 +262,6 @@ func readConfig(stdin io.Reader, file string) (name string, data []byte, err err
 	return name, data, config.CheckNotEmpty(name, data)
 }
 
-// choice is a flag with a limited number of values.
 type choice struct {
 	value   *string
 	allowed []string

@@ -43,7 +43,6 @@ const (
 // errDifferent is the result of the diff command if talos-ccm would change a Node. It has no message.
 var errDifferent = errors.New("talos-ccm would change Nodes")
 
-// diffOptions are the flags of `talos-ccm diff`.
 type diffOptions struct {
 	spec        nodeFlags
 	talos       talosFlags

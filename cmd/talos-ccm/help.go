@@ -10,7 +10,6 @@ import (
 	"k8s.io/component-base/term"
 )
 
-// longHelp is the help of the root command.
 const longHelp = `talos-ccm is a cloud controller manager for Talos Linux. It initializes Nodes from the metadata of
 their Talos machines, approves the CSRs for kubelet serving certificates, deletes Nodes of machines
 that are gone, and optionally allocates pod CIDRs and load balancer addresses.
@@ -39,7 +38,6 @@ To try it without a cluster:
 // maxColumns is the width of the help on wide terminals and in files.
 const maxColumns = 100
 
-// helpColumns returns the width of the help.
 func helpColumns() int {
 	if columns, _, _ := term.TerminalSize(os.Stdout); columns > 0 {
 		return min(columns, maxColumns)

@@ -21,7 +21,6 @@ import (
 // formatMachine is the output format of a file for --machine.
 const formatMachine = "machine"
 
-// renderOptions are the flags of `talos-ccm render`.
 type renderOptions struct {
 	spec    nodeFlags
 	talos   talosFlags
@@ -117,7 +116,6 @@ func (o *renderOptions) run(cmd *cobra.Command, _ []string) error {
 	return nil
 }
 
-// kindsOf returns the kinds that the configuration uses.
 func kindsOf(options nodespec.Options) machine.Kinds {
 	return machine.BaseKinds().WithFacts(options.Rules.FactKinds() | options.Selector.FactKinds())
 }

@@ -22,7 +22,6 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/talosapi"
 )
 
-// machineTimeout limits the time to read a machine over the Talos API.
 const machineTimeout = 30 * time.Second
 
 // talosFlags choose how to reach machines. They have the names of talosctl's flags.

@@ -134,14 +134,12 @@ func (b *Bootstrap) Run(ctx context.Context, ready func()) {
 	}
 }
 
-// renewal is the result of a renewal.
 type renewal struct {
 	kubeconfig []byte // as written
 	lifetime   time.Duration
 	admin      [sha256.Size]byte // fingerprint of the admin kubeconfig
 }
 
-// renew applies RBAC and writes a new token.
 func (b *Bootstrap) renew(ctx context.Context) (renewal, error) {
 	ctx, cancel := context.WithTimeout(ctx, attemptTimeout)
 	defer cancel()
@@ -310,7 +308,6 @@ func replaceFile(path string, data []byte) error {
 	return nil
 }
 
-// applyRBAC applies the documents of extension.RBAC.
 func (b *Bootstrap) applyRBAC(ctx context.Context, client metadata.Interface) error {
 	documents := utilyaml.NewYAMLReader(bufio.NewReader(bytes.NewReader(extension.RBAC)))
 
@@ -379,7 +376,6 @@ func (b *Bootstrap) applyObject(ctx context.Context, client metadata.ResourceInt
 	return err
 }
 
-// rbacVersion returns the version of an object of extension.RBAC; 0 if it has none.
 func rbacVersion(object metav1.Object) int {
 	version, _ := strconv.Atoi(object.GetAnnotations()[extension.RBACVersionAnnotation])
 

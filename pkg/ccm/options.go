@@ -272,7 +272,6 @@ func (o *Options) checkElection() error {
 	return errors.Join(errs...)
 }
 
-// checkMemory returns an error if the memory ceiling is negative.
 func (o *Options) checkMemory() error {
 	if o.MemoryCeiling.Sign() < 0 {
 		return fmt.Errorf("--memory-ceiling: must be positive, or 0 for the default, not %s", o.MemoryCeiling.String())
@@ -296,7 +295,6 @@ func (o *Options) checkTLS() error {
 	return errors.Join(err, suitesErr)
 }
 
-// ipam returns the options for pod CIDRs.
 func (o *Options) ipam() (nodeipam.Options, error) {
 	shared := o.Framework.KubeCloudShared
 

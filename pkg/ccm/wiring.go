@@ -52,7 +52,6 @@ type controllerType struct {
 	construct func(m *Manager, in inputs) (controller, error)
 }
 
-// controllers are all controllers.
 var controllers = []controllerType{
 	{csrapproval.Name, csrapproval.Alias, true, "csrApproval", (*Manager).newCSRApproval},
 	{nodecontroller.Name, nodecontroller.Alias, true, "transformations", (*Manager).newNodeController},
@@ -61,7 +60,6 @@ var controllers = []controllerType{
 	{service.Name, service.Alias, false, "service", (*Manager).newService},
 }
 
-// inputs are the inputs of a controller.
 type inputs struct {
 	conn         connection
 	client       kubernetes.Interface // the controller's own, so that controllers do not share a rate limit
@@ -170,7 +168,6 @@ func trim(obj any) (any, error) {
 	return obj, nil
 }
 
-// start runs a controller in group.
 func (m *Manager) start(ctx context.Context, group *sync.WaitGroup, name string, ctrl controller) {
 	logger := klog.FromContext(ctx)
 
@@ -210,12 +207,10 @@ func (m *Manager) dialer(creds talosapi.Credentials, client kubernetes.Interface
 	})
 }
 
-// nodeOptions returns the options for Nodes.
 func (m *Manager) nodeOptions() nodespec.Options {
 	return NodeOptions(m.settings(), m.options.ProviderIDFallback)
 }
 
-// managed reports whether the configuration selects the Node of a machine.
 func (m *Manager) managed(node *corev1.Node, talos machine.Machine) bool {
 	return nodespec.Selected(nodespec.NewInput(node, talos, m.nodeOptions()))
 }

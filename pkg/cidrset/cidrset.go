@@ -156,7 +156,6 @@ func (p Pool) Bits() int { return p.bits }
 // String returns the pool as text, such as "10.0.0.0/16 (/24 blocks)".
 func (p Pool) String() string { return fmt.Sprintf("%s (/%d blocks)", p.cidr, p.bits) }
 
-// special are the addresses that no pod can have.
 var special = []struct {
 	kind string
 	cidr netip.Prefix
@@ -375,7 +374,6 @@ func (n *node) used(length int) uint64 {
 	}
 }
 
-// updateFree recomputes free after a change of the entries or the children.
 func (n *node) updateFree() {
 	if n.entries > 0 {
 		n.free = noFree

@@ -59,7 +59,6 @@ func (d *decoder) parse(roots []*yaml.Node) *Compiled {
 	return nil
 }
 
-// decodeDocument stores a document in a struct.
 func (d *decoder) decodeDocument(root *yaml.Node, into any) {
 	d.decode(entry{key: root, value: root}, reflect.ValueOf(into).Elem())
 }
@@ -109,7 +108,6 @@ var kinds = map[reflect.Kind]struct {
 	reflect.Int:    {"a decimal integer", yaml.ScalarNode, []string{"!!int"}},
 }
 
-// canBe reports whether the node can be read into a kind of Go value.
 func canBe(kind reflect.Kind, n *yaml.Node) bool {
 	return n.Kind == kinds[kind].node && slices.Contains(kinds[kind].tags, n.ShortTag())
 }
@@ -205,7 +203,6 @@ func (d *decoder) setStruct(n *yaml.Node, into reflect.Value, path string) {
 	}
 }
 
-// keyOf returns the field's key in the file and whether it is required.
 func keyOf(f reflect.StructField) (name string, isRequired bool) {
 	name, _, optional := strings.Cut(f.Tag.Get("json"), ",")
 
@@ -222,7 +219,6 @@ func fieldOf(t reflect.Type, key string) (reflect.StructField, bool) {
 	return reflect.StructField{}, false
 }
 
-// childPath returns the path of a key in a struct or map.
 func childPath(t reflect.Type, path, key string) string {
 	switch {
 	case t.Kind() == reflect.Map, key == "":

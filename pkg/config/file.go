@@ -80,7 +80,6 @@ type file struct {
 	environment []string
 }
 
-// child returns the value of a key of a mapping; the zero node if there is none.
 func child(mapping *yaml.Node, key string) *yaml.Node {
 	for pair := range slices.Chunk(mapping.Content, 2) {
 		if mapping.Kind == yaml.MappingNode && pair[0].Value == key {
@@ -140,7 +139,6 @@ type extensionFile struct {
 	MountPath string `json:"mountPath"`
 }
 
-// document reads the document of the extension.
 func (f *file) document(root *yaml.Node) *Compiled {
 	var document extensionServiceConfig
 

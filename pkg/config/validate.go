@@ -122,7 +122,6 @@ type CompiledPool struct {
 	BlockSizeAuto bool
 }
 
-// validator collects semantic errors.
 type validator struct {
 	file      *decoder
 	errs      field.ErrorList
@@ -194,7 +193,6 @@ func (d *decoder) validate(file *Config) *Compiled {
 	return compiled
 }
 
-// report reports the warnings and the errors.
 func (v *validator) report() {
 	d := v.file
 	undecoded := d.problems
@@ -324,7 +322,6 @@ func (v *validator) uniqueName(names map[string]int, list *field.Path, i int, na
 	names[name] = i
 }
 
-// pooled is a CIDR of the pool with the given index.
 type pooled struct {
 	prefix netip.Prefix
 	pool   int

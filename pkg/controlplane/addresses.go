@@ -36,7 +36,6 @@ type Addresses struct {
 	last answers
 }
 
-// answers are the last answer of each source.
 type answers struct {
 	readAt    time.Time
 	endpoints []netip.AddrPort

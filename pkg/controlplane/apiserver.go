@@ -43,7 +43,6 @@ type apiServer struct {
 	err, serviceCIDRsErr error
 }
 
-// read reads every source once.
 func (a *apiServer) read(ctx context.Context, config *rest.Config, client kubernetes.Interface) {
 	var (
 		group           sync.WaitGroup

@@ -215,7 +215,6 @@ func (r *Reader) awaitChange(ctx context.Context, timer clock.Timer) bool {
 	}
 }
 
-// facts returns all that is known.
 func (r *Reader) facts() *facts {
 	f := &facts{apiServer: r.apiServer, hosted: r.cfg.Hosted}
 	f.nodes, _ = r.cfg.Nodes.Lister().List(labels.Everything()) // a list from the cache cannot fail
@@ -243,7 +242,6 @@ func (r *Reader) facts() *facts {
 	return f
 }
 
-// publish publishes the facts that are known now.
 func (r *Reader) publish(ctx context.Context) {
 	facts, logger := r.facts(), klog.FromContext(ctx)
 

@@ -62,7 +62,6 @@ type KCMConfig struct {
 	machine.KCMConfig
 }
 
-// facts are what the API server and the machines have answered.
 type facts struct {
 	apiServer apiServer
 	nodes     []*corev1.Node
@@ -74,7 +73,6 @@ type facts struct {
 	hosted   *csrpolicy.ClusterSubjects
 }
 
-// source is what is known about one control-plane machine.
 type source struct {
 	nodename string
 	entry    inventory.Entry

@@ -10,7 +10,6 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
 )
 
-// identifier is a Talos node ID or an SMBIOS UUID.
 type identifier struct{ kind, value string }
 
 const (

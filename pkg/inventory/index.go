@@ -12,7 +12,6 @@ import (
 // index maps keys, such as addresses, to the nodenames of the machines that have them. Most keys have one.
 type index[K comparable] map[K][]string
 
-// others returns the nodenames of the other machines that have the key.
 func (x index[K]) others(key K, nodename string) []string {
 	return slices.DeleteFunc(slices.Clone(x[key]), func(n string) bool { return n == nodename })
 }

@@ -257,7 +257,6 @@ func (i *Inventory) reindex(nodename string, before, after Entry) (affected []st
 	return append(affected, i.platforms.replace(nodename, platformAddresses(before.Machine), platformAddresses(after.Machine))...)
 }
 
-// notify calls the handlers once for each name.
 func (i *Inventory) notify(nodenames []string) {
 	i.mu.RLock()
 	handlers := i.handlers

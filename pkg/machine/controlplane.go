@@ -225,7 +225,6 @@ func (c *KCMConfig) readArguments(get Getter) error {
 	return nil
 }
 
-// arguments returns the command line of the container named kube-controller-manager.
 func arguments(object map[string]any) ([]string, error) {
 	var pod corev1.Pod
 	if err := runtime.DefaultUnstructuredConverter.FromUnstructured(object, &pod); err != nil {

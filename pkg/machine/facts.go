@@ -117,7 +117,6 @@ func (f *Facts) replace(typ resource.Type, items []resource.Resource) bool {
 	return true
 }
 
-// setAddresses sets Addresses and Subnets.
 func (f *Facts) setAddresses(m *Machine) {
 	f.Addresses, f.Subnets = nil, nil
 
@@ -141,7 +140,6 @@ func sorted(list []string) []string {
 	return slices.DeleteFunc(slices.Compact(list), func(s string) bool { return s == "" })
 }
 
-// each calls do for the resources of a type.
 func each[R resource.Resource](items []resource.Resource, do func(R)) {
 	for _, item := range items {
 		if r, ok := item.(R); ok {
@@ -150,14 +148,12 @@ func each[R resource.Resource](items []resource.Resource, do func(R)) {
 	}
 }
 
-// listOf returns the texts of resources.
 func listOf[R resource.Resource](items []resource.Resource, text func(R) string) (list []string) {
 	each(items, func(r R) { list = append(list, bounded(text(r))) })
 
 	return sorted(list)
 }
 
-// firstOf returns the first text that is not empty.
 func firstOf[R resource.Resource](items []resource.Resource, text func(R) string) (first string) {
 	each(items, func(r R) { first = cmp.Or(first, bounded(text(r))) })
 

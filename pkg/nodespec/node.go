@@ -105,7 +105,6 @@ func DialAddresses(node *corev1.Node) []netip.Addr {
 	return addrs
 }
 
-// listedIPs returns the addresses of one type in status.addresses.
 func listedIPs(node *corev1.Node, typ corev1.NodeAddressType) []netip.Addr {
 	var listed []string
 

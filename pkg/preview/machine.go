@@ -12,7 +12,6 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/version"
 )
 
-// savedMachine is the content of a machine's file.
 type savedMachine struct {
 	// Version is the version of talos-ccm that wrote the file; empty if the file was written by hand.
 	Version         string `yaml:"version,omitempty"`

@@ -457,7 +457,6 @@ func (r *Reflector) watchAny(ctx context.Context, nodename string, t *task) (est
 	return false, errors.Join(errs...)
 }
 
-// watch runs one session with the machine at addr.
 func (r *Reflector) watch(ctx context.Context, nodename string, addr netip.Addr, t *task) (established bool, err error) {
 	trust := r.trustOf(t)
 
@@ -526,7 +525,6 @@ func (r *Reflector) watch(ctx context.Context, nodename string, addr netip.Addr,
 	return established, err
 }
 
-// connect returns the state of a task's machine.
 func (r *Reflector) connect(ctx context.Context, nodename string, addr netip.Addr, t *task) (talosapi.State, error) {
 	if t.dialLocal == nil {
 		return r.dial(ctx, nodename, addr)
@@ -562,7 +560,6 @@ func (r *Reflector) newSession(nodename string, addr netip.Addr, t *task, st tal
 	return s
 }
 
-// trustOf returns the trust in a task's machine.
 func (r *Reflector) trustOf(t *task) Trust {
 	r.mu.Lock()
 	defer r.mu.Unlock()

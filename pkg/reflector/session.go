@@ -166,7 +166,6 @@ func (s *session) flush(ctx context.Context) error {
 	return nil
 }
 
-// answered reports whether the machine has answered every request.
 func (s *session) answered() bool { return s.bootstrapping == 0 && !s.polling }
 
 // stopDeadline stops the deadline if the machine has answered every request.

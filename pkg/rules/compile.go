@@ -54,7 +54,6 @@ type rule struct {
 	factKinds machine.FactKinds
 }
 
-// entry is a key of one of the rule's maps and the template of its value.
 type entry struct {
 	kind     *kind
 	key      string
@@ -237,7 +236,6 @@ func fieldName(key string) string {
 	return ""
 }
 
-// isIdentity reports whether the field identifies the machine.
 func isIdentity(key string) bool {
 	return slices.Contains([]string{"ProviderID", "InstanceID"}, fieldName(key))
 }

@@ -56,7 +56,6 @@ func (x *executor) list(list *parse.ListNode) error {
 	return nil
 }
 
-// errBreak and errContinue leave the body of a loop.
 var errBreak, errContinue = errors.New("break"), errors.New("continue")
 
 func (x *executor) node(node parse.Node) error {
@@ -85,7 +84,6 @@ func (x *executor) node(node parse.Node) error {
 	return checkLength(len(x.out))
 }
 
-// branch executes if or with.
 func (x *executor) branch(n *parse.BranchNode) error {
 	defer x.leave(len(x.scope))
 
@@ -361,7 +359,6 @@ func (x *executor) call(name string, args []parse.Node, piped []any) (any, error
 	return invoke(name, f, append(values, piped...))
 }
 
-// invoke calls a function if the values have the types of its parameters.
 func invoke(name string, f reflect.Value, values []any) (any, error) {
 	args := make([]reflect.Value, len(values))
 
@@ -386,7 +383,6 @@ func invoke(name string, f reflect.Value, values []any) (any, error) {
 	return results[0].Interface(), nil
 }
 
-// parameter returns the type of a parameter.
 func parameter(f reflect.Type, i int) reflect.Type {
 	if f.IsVariadic() && i >= f.NumIn()-1 {
 		return f.In(f.NumIn() - 1).Elem()

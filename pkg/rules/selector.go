@@ -23,7 +23,6 @@ type Selector struct {
 	factKinds   machine.FactKinds
 }
 
-// requirement is a compiled expression.
 type requirement struct {
 	Expression
 
@@ -249,7 +248,6 @@ func getFold(entries map[string]string, name string) (value string, present bool
 
 var operators = []Operator{In, NotIn, Exists, DoesNotExist, Gt, Lt, Regexp, InCIDR}
 
-// compilePredicate compiles an expression with one of the operators.
 func compilePredicate(operator Operator, values []string) (predicate, error) {
 	if err := checkCount(operator, len(values)); err != nil {
 		return nil, err
@@ -310,7 +308,6 @@ func checkCount(operator Operator, count int) error {
 	return nil
 }
 
-// anyOf matches if one of the values matches.
 func anyOf(matches func(value string) bool) predicate {
 	return func(values []string) bool { return slices.ContainsFunc(values, matches) }
 }

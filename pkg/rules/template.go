@@ -22,7 +22,6 @@ const maxText = 64 << 10
 
 var errNotUTF8 = errors.New("the text is not valid UTF-8")
 
-// variables are the data of templates and selectors.
 type variables struct {
 	// values are the variables that templates can read, by name: strings, booleans, and lists and maps of strings. The
 	// fields of platform metadata and SMBIOS have the names of the Talos resources, as in the upstream Talos CCM.
@@ -281,7 +280,6 @@ func (c *checker) operand(node parse.Node) {
 	}
 }
 
-// variable checks the path of a variable, such as Tags.owner.
 func (c *checker) variable(path []string) {
 	if len(path) == 0 {
 		c.fail("the name of a variable is missing after the dot")

@@ -166,7 +166,6 @@ func kindOf(request any) resource.Type {
 	return typed.GetType()
 }
 
-// bounds are the limits of one request.
 type bounds struct {
 	kind  resource.Type
 	limit int

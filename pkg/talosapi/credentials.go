@@ -85,7 +85,6 @@ func (c *IssuedCredentials) UnknownCA() {
 	}
 }
 
-// renew issues a certificate.
 func (c *IssuedCredentials) renew(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, issueTimeout)
 	defer cancel()

@@ -41,7 +41,6 @@ func observe(method string, start time.Time, err error) {
 	}
 }
 
-// measureUnary records each unary call.
 func measureUnary(ctx context.Context, method string, req, reply any, cc *grpc.ClientConn, invoke grpc.UnaryInvoker, opts ...grpc.CallOption) error {
 	start := time.Now()
 	err := invoke(ctx, method, req, reply, cc, opts...)

@@ -70,7 +70,6 @@ func (s *Share) Err() error {
 		s.budget.Own>>10, s.budget.Common>>20)
 }
 
-// charge counts n bytes.
 func (s *Share) charge(n int) error {
 	if s == nil {
 		return nil
@@ -91,7 +90,6 @@ func (s *Share) charge(n int) error {
 	return s.Err()
 }
 
-// sharedConn is a connection to a machine that has a Share.
 type sharedConn struct {
 	net.Conn
 

@@ -24,7 +24,6 @@ const ConditionTalosReady corev1.NodeConditionType = "TalosReady"
 // set a condition to the same status, and the API server merges the entries of clients if there are more than ten.
 const reasonPrefix = "TalosMachine"
 
-// isOwn reports whether a condition belongs to this controller.
 func isOwn(c corev1.NodeCondition) bool { return strings.HasPrefix(c.Reason, reasonPrefix) }
 
 // Reasons of conditions, besides those of announcements.
@@ -54,7 +53,6 @@ const (
 	recheckInterval = 10 * time.Second
 )
 
-// observation is what the conditions of a Node depend on.
 type observation struct {
 	entry inventory.Entry
 	// responds is true if the machine does.

@@ -218,7 +218,6 @@ const (
 	resultError     = "error"
 )
 
-// sync updates one Node and counts the result.
 func (c *Controller) sync(ctx context.Context, nodename string) (again time.Duration, err error) {
 	ctx, cancel := context.WithTimeout(ctx, syncTimeout)
 	defer cancel()

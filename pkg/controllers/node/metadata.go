@@ -184,7 +184,6 @@ func metadataPath(field, key string) fieldpath.Path {
 	return fieldpath.MakePathOrDie("metadata", field, key)
 }
 
-// appliedFields returns the paths of the labels and annotations that are applied.
 func (p plan) appliedFields() *fieldpath.Set {
 	fields := fieldpath.NewSet()
 

@@ -27,7 +27,6 @@ type planner struct {
 	options   func() nodespec.Options
 }
 
-// state is a Node with its machine and its desired state.
 type state struct {
 	node  *corev1.Node
 	entry inventory.Entry
@@ -40,7 +39,6 @@ type state struct {
 	problems []events.Problem
 }
 
-// observe returns the state of a Node.
 func (p planner) observe(node *corev1.Node) state {
 	entry := p.inventory.Get(node.Name)
 	in := nodespec.NewInput(node, entry.Machine, p.options()).WithPeers(p.inventory, node.Name, p.nodes.Get)
@@ -213,7 +211,6 @@ func makePlan(node *corev1.Node, spec nodespec.Spec) (plan, error) {
 	return p, nil
 }
 
-// request is a patch of a Node.
 type request struct {
 	kind        types.PatchType
 	body        any

@@ -134,7 +134,6 @@ func afterApply(field string, before, applied map[string]string, managers []fiel
 	return after
 }
 
-// upstreamFields returns the fields that the upstream Talos CCM owns.
 func upstreamFields(managers []fieldManager, p plan) (fields []UpstreamField) {
 	const depth = 2 // such as metadata.labels
 

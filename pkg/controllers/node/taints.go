@@ -21,7 +21,6 @@ import (
 // protects taints.
 const labelEnforcedTaint = "talos-ccm.node-restriction.kubernetes.io/enforced-"
 
-// mergedTaints are the taints that a Node must have.
 type mergedTaints struct {
 	list []corev1.Taint
 	// record are the labels that record enforced taints. They are written before the taints, and include a taint that is

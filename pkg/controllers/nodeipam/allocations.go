@@ -33,7 +33,6 @@ type allocations struct {
 	released func()
 }
 
-// allocation holds the blocks of one Node.
 type allocation struct {
 	uid    types.UID
 	blocks []netip.Prefix
@@ -74,7 +73,6 @@ func (a *allocations) record(node *corev1.Node) {
 	a.insert(node.Name, allocation{uid: node.UID, blocks: blocks, assigned: isAssigned(node), written: true, version: node.ResourceVersion})
 }
 
-// release records the deletion of a Node.
 func (a *allocations) release(nodename string, uid types.UID) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -104,7 +102,6 @@ func (a *allocations) recordList(list *corev1.NodeList) {
 	}
 }
 
-// nodenames returns the names of the Nodes that have blocks.
 func (a *allocations) nodenames() sets.Set[string] {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -273,7 +270,6 @@ func (a *allocations) overlap(node *corev1.Node) *events.Problem {
 		node.Spec.PodCIDRs, strings.Join(others, ", "))
 }
 
-// stats counts the blocks of a source.
 func (a *allocations) stats(s source) (stats cidrset.Stats) {
 	a.mu.Lock()
 	defer a.mu.Unlock()

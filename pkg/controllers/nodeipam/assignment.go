@@ -168,7 +168,6 @@ func familyOf(addr netip.Addr) corev1.IPFamily {
 	return ipv6
 }
 
-// ofFamily returns the CIDRs of an IP family.
 func ofFamily(cidrs []netip.Prefix, f corev1.IPFamily) []netip.Prefix {
 	return slices.DeleteFunc(slices.Clone(cidrs), func(cidr netip.Prefix) bool { return familyOf(cidr.Addr()) != f })
 }
@@ -209,7 +208,6 @@ type familySources struct {
 	sources []source
 }
 
-// source is a CIDR that is divided into blocks.
 type source struct {
 	cidrset.Pool
 

@@ -146,7 +146,6 @@ type Controller struct {
 	loggedOutside []string
 }
 
-// conflict is a write of podCIDRs by another client.
 type conflict struct {
 	at       time.Time
 	nodename string

@@ -273,7 +273,6 @@ func (c *Controller) sync(ctx context.Context, key string) (again time.Duration,
 	return resyncPeriod, errors.Join(errs...)
 }
 
-// endpoints returns a function that returns the EndpointSlices of a Service.
 func (c *Controller) endpoints() func(*corev1.Service) []*discoveryv1.EndpointSlice {
 	list, _ := c.slices.List(labels.Everything())
 	byService := map[cache.ObjectName][]*discoveryv1.EndpointSlice{}

@@ -83,7 +83,6 @@ const (
 	maxPorts, maxSelector, maxRequirements = 1000, 16 << 10, 100
 )
 
-// manages reports whether the controller is responsible for the Service.
 func manages(options config.Service, service *corev1.Service) bool {
 	if service.Spec.Type != corev1.ServiceTypeLoadBalancer {
 		return false
@@ -167,7 +166,6 @@ type nodeSelector struct {
 	text, problem string
 }
 
-// candidate is a Node and its machine.
 type candidate struct {
 	node  *corev1.Node
 	entry inventory.Entry
@@ -182,7 +180,6 @@ type candidate struct {
 	usesIPVS bool
 }
 
-// address is an address of a Node.
 type address struct {
 	ip   netip.Addr
 	text string
@@ -193,7 +190,6 @@ type address struct {
 	rank string
 }
 
-// filter returns the Nodes to keep.
 func filter(nodes []*candidate, keep func(*candidate) bool) []*candidate {
 	return slices.DeleteFunc(slices.Clone(nodes), func(c *candidate) bool { return !keep(c) })
 }
@@ -209,7 +205,6 @@ func statusManagers(service *corev1.Service) sets.Set[string] {
 	return managers
 }
 
-// decision contains the addresses that a Service must have.
 type decision struct {
 	service  *corev1.Service
 	ingress  []corev1.LoadBalancerIngress
@@ -217,7 +212,6 @@ type decision struct {
 	problems []events.Problem
 }
 
-// report returns the decision with a problem.
 func (d decision) report(reason, format string, args ...any) decision {
 	d.problems = append(d.problems, events.Problem{Reason: reason, Message: fmt.Sprintf(format, args...)})
 
@@ -302,7 +296,6 @@ func (s *snapshot) prepare() {
 	s.eligible = filter(s.eligible, (*candidate).eligible)
 }
 
-// decideOne decides about a managed Service.
 func (s snapshot) decideOne(service *corev1.Service) decision {
 	d, present := decision{service: service, selector: s.selectorOf(service)}, service.Status.LoadBalancer.Ingress
 
@@ -374,7 +367,6 @@ func (s snapshot) selectorOf(service *corev1.Service) *nodeSelector {
 	return n
 }
 
-// requirements are what a Service requires of Nodes.
 type requirements struct {
 	// nodes match the node selector. They are ready, unless no managed one is: then the kubelets probably cannot reach the
 	// API server, and kube-proxy still forwards traffic to the published addresses. kube-controller-manager does not evict
@@ -457,12 +449,10 @@ func (s snapshot) conflicts(service *corev1.Service) map[string]string {
 	return conflicts
 }
 
-// serves reports whether the Node receives traffic of the IP family.
 func (r requirements) serves(c *candidate, family corev1.IPFamily) bool {
 	return r.serving == nil || r.serving.Has(string(family)+"/"+c.node.Name)
 }
 
-// choose adds the addresses to a decision.
 func (s snapshot) choose(d decision, r requirements) decision {
 	families := d.service.Spec.IPFamilies
 
@@ -645,7 +635,6 @@ func (r renewal) isDown(entry inventory.Entry) bool {
 	return r.overdue && entry.Condition == inventory.Unreachable
 }
 
-// available reports whether the Node is managed and ready.
 func (c *candidate) available() bool { return c.managed && c.ready() }
 
 // excluded reports whether the Node has the exclusion label, with any value.
