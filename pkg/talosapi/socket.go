@@ -12,6 +12,7 @@ import (
 	"path"
 	"time"
 
+	"github.com/cosi-project/runtime/pkg/resource"
 	"github.com/cosi-project/runtime/pkg/safe"
 	"github.com/cosi-project/runtime/pkg/state"
 	"github.com/siderolabs/talos/pkg/machinery/api/machine"
@@ -165,22 +166,18 @@ func (a *Admin) LocalhostAdminKubeconfig(ctx context.Context) ([]byte, error) {
 // WatchLocalhostAdminKubeconfig sends an event to ch for the current kubeconfig and for each renewal. An event of type Errored is
 // the last.
 func (a *Admin) WatchLocalhostAdminKubeconfig(ctx context.Context, ch chan<- state.Event) error {
-	md := secrets.NewKubernetes().Metadata()
-
-	if err := a.state.Watch(ctx, md, ch); err != nil {
-		return fmt.Errorf("watch localhost admin kubeconfig: %w", err)
-	}
-
-	return nil
+	return a.watch(ctx, secrets.NewKubernetes(), ch)
 }
 
 // WatchServiceConfig sends an event to ch for the current ExtensionServiceConfig of the extension service name and for each
 // change. The first event has type Destroyed if there is no configuration. An event of type Errored is the last.
 func (a *Admin) WatchServiceConfig(ctx context.Context, name string, ch chan<- state.Event) error {
-	md := runtime.NewExtensionServiceConfigSpec(runtime.NamespaceName, name).Metadata()
+	return a.watch(ctx, runtime.NewExtensionServiceConfigSpec(runtime.NamespaceName, name), ch)
+}
 
-	if err := a.state.Watch(ctx, md, ch); err != nil {
-		return fmt.Errorf("watch ExtensionServiceConfig %q: %w", name, err)
+func (a *Admin) watch(ctx context.Context, r resource.Resource, ch chan<- state.Event) error {
+	if err := a.state.Watch(ctx, r.Metadata(), ch); err != nil {
+		return fmt.Errorf("watch %s %s: %w", r.Metadata().Type(), r.Metadata().ID(), err)
 	}
 
 	return nil
