@@ -122,7 +122,7 @@ func (o *diffOptions) run(cmd *cobra.Command, args []string) error {
 	reports = slices.DeleteFunc(reports, func(r preview.Report) bool { return len(args) > 0 && !slices.Contains(args, r.Name) })
 	comparison := preview.Comparison{Lease: lease, Nodes: reports, Full: len(args) > 0}
 
-	if err := preview.WriteComparison(cmd.OutOrStdout(), o.output, comparison); err != nil {
+	if err := preview.Write(cmd.OutOrStdout(), o.output, comparison); err != nil {
 		return err
 	}
 

@@ -6,6 +6,7 @@ import (
 	"slices"
 	"strings"
 
+	"github.com/siderolabs/gen/xslices"
 	corev1 "k8s.io/api/core/v1"
 
 	nodecontroller "github.com/talos-ccm/talos-ccm/pkg/controllers/node"
@@ -65,8 +66,8 @@ func Compare(nodes []*corev1.Node, machines *inventory.Inventory, options nodesp
 	for _, p := range previews {
 		r := Report{Name: p.Before.Name, Unmanaged: p.Unmanaged, Pending: p.After == nil && !p.Unmanaged, Rules: p.Rules, Upstream: p.Upstream, Problems: p.Problems}
 
-		if current := p.Before.Spec.ProviderID; current != "" && p.ProviderID != "" && current != p.ProviderID {
-			r.ProviderID = &ProviderIDs{Current: current, New: p.ProviderID}
+		if current := p.Before.Spec.ProviderID; current != "" && p.Spec.ProviderID != "" && current != p.Spec.ProviderID {
+			r.ProviderID = &ProviderIDs{Current: current, New: p.Spec.ProviderID}
 		}
 
 		if p.After != nil {
@@ -223,20 +224,12 @@ func compareAddresses(before, after []corev1.NodeAddress) []Change {
 	}
 
 	if len(list) == 0 {
-		old, current := joinAddresses(before), joinAddresses(after)
+		text := func(a corev1.NodeAddress) string { return a.Address }
+		old, current := strings.Join(xslices.Map(before, text), ", "), strings.Join(xslices.Map(after, text), ", ")
 		list = append(list, Change{Field: "address order", Before: &old, After: &current})
 	}
 
 	return list
-}
-
-func joinAddresses(addresses []corev1.NodeAddress) string {
-	var texts []string
-	for _, a := range addresses {
-		texts = append(texts, a.Address)
-	}
-
-	return strings.Join(texts, ", ")
 }
 
 // Changed returns the names of the Nodes that talos-ccm would change.

@@ -43,7 +43,7 @@ func comparison() preview.Comparison {
 	}
 }
 
-func TestWriteComparison_Table(t *testing.T) {
+func TestWrite_ComparisonTable(t *testing.T) {
 	const want = `
 Node web-1
 providerID talos://metal/10.0.0.21 kept; a new Node would get talos://metal/30a0bdf7
@@ -64,11 +64,11 @@ Lease kube-system/lease: held by talos-cloud-controller-manager-1
 `
 
 	var out bytes.Buffer
-	require.NoError(t, preview.WriteComparison(&out, "table", comparison()))
+	require.NoError(t, preview.Write(&out, "table", comparison()))
 	assert.Equal(t, squeeze(want), squeeze("\n"+out.String()))
 }
 
-func TestWriteComparison_YAMLAndJSON(t *testing.T) {
+func TestWrite_ComparisonYAMLAndJSON(t *testing.T) {
 	for name, unmarshal := range map[string]func([]byte, any) error{
 		"json": json.Unmarshal,
 		"yaml": func(text []byte, value any) error { return yaml.UnmarshalStrict(text, value) },
@@ -77,7 +77,7 @@ func TestWriteComparison_YAMLAndJSON(t *testing.T) {
 			out bytes.Buffer
 			got preview.Comparison
 		)
-		require.NoError(t, preview.WriteComparison(&out, name, comparison()))
+		require.NoError(t, preview.Write(&out, name, comparison()))
 		require.NoError(t, unmarshal(out.Bytes(), &got))
 		assert.Equal(t, comparison(), got)
 	}

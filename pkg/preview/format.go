@@ -14,15 +14,12 @@ import (
 	"sigs.k8s.io/yaml"
 )
 
-// Formats returns the output formats of Write and WriteComparison, the default first.
+// Formats returns the output formats of Write, the default first.
 func Formats() []string { return []string{"table", "yaml", "json"} }
 
-// Write writes the report in one of Formats.
-func Write(out io.Writer, format string, r Report) error { return write(out, format, r, r.table) }
-
-// WriteComparison writes the comparison in one of Formats.
-func WriteComparison(out io.Writer, format string, c Comparison) error {
-	return write(out, format, c, c.table)
+// Write writes a Report or a Comparison in one of Formats.
+func Write(out io.Writer, format string, value interface{ table(out io.Writer) }) error {
+	return write(out, format, value, value.table)
 }
 
 func write(out io.Writer, format string, value any, table func(io.Writer)) error {

@@ -67,12 +67,12 @@ func Render(m machine.Machine, kubelet Kubelet, options nodespec.Options) Report
 
 	spec, problems, pending := nodespec.Desired(in)
 	for _, p := range problems {
-		report.problem(nodecontroller.ReasonInvalidValue, p.String())
+		report.Problems = append(report.Problems, events.Problem{Reason: nodecontroller.ReasonInvalidValue, Message: p.String()})
 	}
 
 	if pending != "" {
 		report.Pending = !report.Unmanaged
-		report.problem(nodecontroller.ReasonMetadataPending, "Node cannot be initialized yet: "+pending)
+		report.Problems = append(report.Problems, events.Problem{Reason: nodecontroller.ReasonMetadataPending, Message: "Node cannot be initialized yet: " + pending})
 
 		return report
 	}
@@ -90,8 +90,4 @@ func Render(m machine.Machine, kubelet Kubelet, options nodespec.Options) Report
 	report.Changes = changes(new(corev1.Node), node, spec)
 
 	return report
-}
-
-func (r *Report) problem(reason, message string) {
-	r.Problems = append(r.Problems, events.Problem{Reason: reason, Message: message})
 }

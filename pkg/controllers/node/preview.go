@@ -28,10 +28,8 @@ type Preview struct {
 	After *corev1.Node
 	// Unmanaged is true if the configuration does not select the Node, or if its machine does not run Talos.
 	Unmanaged bool
-	// Spec is the desired state of the Node; the zero value if After is nil.
+	// Spec is the desired state of the Node, and of a new Node of its machine; the zero value if After is nil.
 	Spec nodespec.Spec
-	// ProviderID is what a new Node of the machine would get.
-	ProviderID string
 	// Rules are the configured rules.
 	Rules []rules.Match
 	// Problems would be reported as Events.
@@ -85,7 +83,7 @@ func NewPreviews(nodes []*corev1.Node, machines *inventory.Inventory, options no
 
 		preview := Preview{Before: node, Rules: nodespec.Explain(s.input), Problems: plan.problems, Upstream: upstreamFields(managers, plan)}
 		if !plan.isPending {
-			preview.Spec, preview.ProviderID, preview.After = *s.spec, s.spec.ProviderID, plan.applyTo(node, managers)
+			preview.Spec, preview.After = *s.spec, plan.applyTo(node, managers)
 		}
 
 		previews = append(previews, preview)

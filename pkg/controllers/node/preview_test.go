@@ -172,7 +172,7 @@ func TestNewPreviews_ListFieldsOfUpstreamCCM(t *testing.T) {
 
 	assert.Equal(t, "talos://metal/10.0.0.9", p.Before.Spec.ProviderID)
 	assert.Equal(t, p.Before.Spec.ProviderID, p.After.Spec.ProviderID)
-	assert.Contains(t, p.ProviderID, "i-preview-upstream")
+	assert.Contains(t, p.Spec.ProviderID, "i-preview-upstream")
 }
 
 func TestNewPreviews_DoNotChangeUnmanagedNodes(t *testing.T) {
