@@ -11,17 +11,19 @@ import (
 	corev1 "k8s.io/api/core/v1"
 )
 
-// Labels of the record. No kubelet can write them (NodeRestriction). Earlier versions do not know the last three and keep
-// them.
+// Labels of the record. No kubelet can write them (NodeRestriction). Earlier versions do not know the last four and keep
+// them. They read a record without a certificate as none, and keep its address.
 const (
 	// LabelCredential is the ID of the kubelet's client certificate: the first 32 hexadecimal digits of its SHA-256 hash.
-	// An operator may set it.
+	// An operator may set it. A record that the leader made before the kubelet requested a serving certificate has none.
 	LabelCredential = "talos-ccm.node-restriction.kubernetes.io/credential"
 	// LabelPrevious is the ID of the certificate with which the kubelet requested its client certificate.
 	LabelPrevious = "talos-ccm.node-restriction.kubernetes.io/credential-previous"
-	// LabelContext contains hashes of the Talos node ID, the EPHEMERAL file system and the CA, and the expiry time.
+	// LabelContext contains hashes of the Talos node ID, the EPHEMERAL file system and the CA, and the expiry time. It
+	// begins with the first 8 digits of the ID, or with `none`.
 	LabelContext = "talos-ccm.node-restriction.kubernetes.io/credential-context"
-	// LabelAddress is the address at which the machine responded when the record was made, with `-` for `:`.
+	// LabelAddress is the address at which the machine responded when it was recorded or last verified to be the recorded
+	// one, with `-` for `:`.
 	LabelAddress = "talos-ccm.node-restriction.kubernetes.io/credential-address"
 	// LabelVolume is the ID of the EPHEMERAL file system.
 	LabelVolume = "talos-ccm.node-restriction.kubernetes.io/credential-volume"
@@ -29,6 +31,8 @@ const (
 	LabelStated = "talos-ccm.node-restriction.kubernetes.io/credential-stated"
 	// LabelRole is `worker` if the record was made before the Node had the label of the control plane.
 	LabelRole = "talos-ccm.node-restriction.kubernetes.io/credential-role"
+	// LabelAddressOther is the machine's node IP of the other IP family, as the machine reports it.
+	LabelAddressOther = "talos-ccm.node-restriction.kubernetes.io/credential-address-other"
 )
 
 // FieldManager owns the labels.
@@ -53,7 +57,7 @@ const (
 //     the label, any machine of the cluster may have responded for the Node. What the machine stated counts.
 func Of(node *corev1.Node) Record {
 	labels := node.Labels
-	r := Record{Credential: labels[LabelCredential], Address: parseAddress(labels[LabelAddress])}
+	r := Record{Credential: labels[LabelCredential], Address: parseAddress(labels[LabelAddress]), OtherAddress: parseAddress(labels[LabelAddressOther])}
 
 	r.readContext(labels)
 
@@ -106,6 +110,7 @@ type Labels map[string]any
 func (r Record) ByLeader() Labels {
 	labels := r.labels()
 	labels.set(LabelAddress, addressLabel(r.Address))
+	labels.set(LabelAddressOther, addressLabel(r.OtherAddress))
 
 	return labels
 }
@@ -119,7 +124,8 @@ func (r Record) ByMachine() Labels {
 }
 
 func (r Record) labels() Labels {
-	labels := Labels{LabelCredential: r.Credential, LabelContext: r.context()}
+	labels := Labels{LabelContext: r.context()}
+	labels.set(LabelCredential, r.Credential)
 	labels.set(LabelPrevious, r.Previous)
 
 	var volume, role string
@@ -174,7 +180,7 @@ func contextKey(credential string) string {
 	return credential[:min(keyLength, len(credential))]
 }
 
-// addressLabel returns the value of LabelAddress: no label can contain a colon, or end with one.
+// addressLabel returns the value of LabelAddress or LabelAddressOther: no label can contain a colon, or end with one.
 func addressLabel(addr netip.Addr) string {
 	if !addr.IsValid() {
 		return ""

@@ -43,7 +43,7 @@ func shorten(id string) string { return id[:min(fingerprintLength, len(id))] }
 
 // Record is the record of a Node. The zero value means that there is none.
 type Record struct {
-	// Credential is the ID of the kubelet's client certificate. Previous is the ID of the certificate with which the kubelet
+	// Credential is the ID of the kubelet's client certificate; empty if only the machine is recorded. Previous is the ID of the certificate with which the kubelet
 	// requested it: a request that it made before the rotation can be reviewed after it, and a kubelet that fails to store a
 	// certificate continues with the previous one.
 	Credential, Previous string
@@ -53,8 +53,9 @@ type Record struct {
 	// system on which the kubelet stores the certificate, or only its fingerprint. Each may be empty if unknown.
 	NodeID, Volume, Issuer string
 	// Address is the address at which the machine responded; the zero value if unknown. No other certificate can be
-	// recorded while the machine is not dialed there.
-	Address netip.Addr
+	// recorded while the machine is not dialed there. OtherAddress is the machine's node IP of the other IP family; the zero
+	// value if it has none, or if another machine has it.
+	Address, OtherAddress netip.Addr
 	// Expires is when the certificate expires; zero if unknown.
 	Expires time.Time
 	// IsWorker is true if the record was made while the Node did not have the label of the control plane.
@@ -68,6 +69,12 @@ func (r Record) Has(credential string) bool {
 
 // IsAt reports whether the machine responds at the recorded address.
 func (r Record) IsAt(m machine.Machine) bool { return r.Address.IsValid() && r.Address == m.Endpoint }
+
+// Identifies reports whether m is the recorded machine. The node ID and a fingerprint are not enough: everyone who may list
+// Nodes can read them, and another machine can report them.
+func (r Record) Identifies(m machine.Machine) bool {
+	return len(r.Volume) == IDLength && r.Volume == ID([]byte(m.EphemeralID))
+}
 
 // Contradicts reports whether the machine has another volume than the recorded one. If a volume is unknown, the node ID
 // decides: it changes without the volume if only the partition STATE is wiped.
@@ -105,7 +112,7 @@ func (r Record) Locate(m machine.Machine) Record {
 func (r Record) State(certificate *x509.Certificate, m machine.Machine) Record {
 	id := ID(certificate.Raw)
 	if !r.Has(id) {
-		next := Record{Credential: id, Address: r.Address}
+		next := Record{Credential: id, Address: r.Address, OtherAddress: r.OtherAddress}
 		if r.Stated == r.Credential {
 			next.Previous = r.Stated
 		}

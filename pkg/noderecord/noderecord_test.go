@@ -67,24 +67,26 @@ func patch(t *testing.T, node *corev1.Node, labels noderecord.Labels) {
 func TestOf_ReadsWhatWasWritten(t *testing.T) {
 	full := noderecord.Record{
 		Credential: id("a"), Previous: id("b"), Stated: id("b"), NodeID: noderecord.Fingerprint("n"), Volume: id("v"), Issuer: noderecord.Fingerprint("i"),
-		Expires: expiry, Address: netip.MustParseAddr("2001:db8::"),
+		Expires: expiry, Address: netip.MustParseAddr("2001:db8::"), OtherAddress: netip.MustParseAddr("10.0.0.1"),
 	}
 
 	for name, record := range map[string]noderecord.Record{
 		"full": full, "certificate only": {Credential: full.Credential}, "none": {},
 		"IPv4":                              {Credential: full.Credential, Volume: full.Volume, Address: netip.MustParseAddr("10.0.0.1")},
 		"volume of an earlier version":      {Credential: full.Credential, Volume: noderecord.Fingerprint("v")},
-		"without a certificate":             {NodeID: full.NodeID, Volume: full.Volume, Address: full.Address},
+		"without a certificate":             {NodeID: full.NodeID, Volume: full.Volume, Address: full.Address, OtherAddress: full.OtherAddress, IsWorker: true},
+		"of a machine without a volume":     {NodeID: full.NodeID, Address: full.OtherAddress, OtherAddress: full.Address},
 		"of a worker that the machine made": {Credential: full.Credential, Stated: full.Credential, IsWorker: true},
 	} {
 		node := nodeWith(nil)
+		delete(node.Labels, "node-role.kubernetes.io/control-plane")
 		patch(t, node, record.ByLeader())
 		patch(t, node, record.ByMachine())
 		assert.Equal(t, record, noderecord.Of(node), name)
 
 		// An operator accepts another certificate.
 		node.Labels[noderecord.LabelCredential] = id("operator")
-		assert.Equal(t, noderecord.Record{Credential: id("operator"), Address: record.Address}, noderecord.Of(node), name)
+		assert.Equal(t, noderecord.Record{Credential: id("operator"), Address: record.Address, OtherAddress: record.OtherAddress}, noderecord.Of(node), name)
 	}
 }
 
@@ -245,6 +247,33 @@ func TestRecord_Contradicts(t *testing.T) {
 	} {
 		assert.Equal(t, test.want, test.record.Contradicts(test.self), name)
 	}
+}
+
+// Everyone who may list Nodes can read the node ID, and find a volume with the same fingerprint.
+func TestRecord_IdentifiesOnlyByVolume(t *testing.T) {
+	nodeID, volume := noderecord.Fingerprint("node-id"), id("volume")
+
+	assert.True(t, noderecord.Record{NodeID: "other", Volume: volume}.Identifies(self))
+
+	for name, record := range map[string]noderecord.Record{
+		"other volume": {NodeID: nodeID, Volume: id("other"), Address: self.Endpoint}, "no volume": {NodeID: nodeID, Address: self.Endpoint}, "no record": {},
+		"volume of an earlier version": {NodeID: nodeID, Volume: volume[:12], Address: self.Endpoint},
+	} {
+		assert.False(t, record.Identifies(self), name)
+		assert.False(t, record.Identifies(machine.Machine{NodeID: "node-id", Endpoint: self.Endpoint}), "%s, machine without a volume", name)
+	}
+}
+
+// Versions that do not know records without a certificate read no certificate, and a context of no certificate.
+func TestRecord_WithoutCertificateWritesNone(t *testing.T) {
+	const p = "talos-ccm.node-restriction.kubernetes.io/"
+
+	node := nodeWith(map[string]string{p + "credential": id("a"), p + "credential-previous": id("b")})
+	patch(t, node, noderecord.Record{NodeID: noderecord.Fingerprint("node-id"), Volume: id("volume"), Address: self.Endpoint}.ByLeader())
+
+	assert.NotContains(t, node.Labels, p+"credential")
+	assert.NotContains(t, node.Labels, p+"credential-previous")
+	assert.Equal(t, "none."+noderecord.Fingerprint("node-id")+"."+id("volume")[:12]+".0.0", node.Labels[p+"credential-context"])
 }
 
 // Requests move the address of a stated record, and nothing else.
