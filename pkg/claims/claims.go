@@ -303,15 +303,19 @@ func (c *Claims) ReportedBy(subject, nodename string) (nodenames []string) {
 	return nodenames
 }
 
-// Deleted returns the Nodes with a name that were deleted less than Retention ago, the oldest first.
-func (c *Claims) Deleted(nodename string) (nodes []*corev1.Node) {
+// Deleted returns the Nodes with the name of a Node that were deleted less than Retention ago, the oldest first.
+func (c *Claims) Deleted(node *corev1.Node) (nodes []*corev1.Node) {
 	c.mu.RLock()
 	defer c.mu.RUnlock()
 
 	for _, o := range c.deleted {
-		if o.nodename == nodename && c.now().Before(o.until) {
+		if o.nodename == node.Name && c.now().Before(o.until) {
 			nodes = append(nodes, o.node)
 		}
+	}
+
+	if o := c.nodes[node.Name]; o != nil && o.node.UID != node.UID { // replaced, and DeleteNode was not called yet
+		nodes = append(nodes, o.node)
 	}
 
 	return nodes

@@ -658,13 +658,18 @@ func TestClaims_DeletedReturnsNodes(t *testing.T) {
 	f.do(steps{passes(time.Minute)})
 	f.remove(f.add(later))
 	f.remove(f.add(node("another")))
-	assert.Equal(t, []*corev1.Node{old, later}, f.Deleted("other"))
+	assert.Equal(t, []*corev1.Node{old, later}, f.Deleted(withUID(node("other"), "new")))
 
 	f.step(retention - time.Minute)
-	assert.Equal(t, []*corev1.Node{later}, f.Deleted("other"))
+	assert.Equal(t, []*corev1.Node{later}, f.Deleted(withUID(node("other"), "new")))
 
 	f.step(time.Minute)
-	assert.Empty(t, f.Deleted("other"))
+	assert.Empty(t, f.Deleted(withUID(node("other"), "new")))
+
+	// DeleteNode was not called yet.
+	f.add(old)
+	assert.Empty(t, f.Deleted(old))
+	assert.Equal(t, []*corev1.Node{old}, f.Deleted(later))
 }
 
 func TestListedBy_ReturnsCanonicalNameAndAddresses(t *testing.T) {

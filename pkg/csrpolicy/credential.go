@@ -151,9 +151,7 @@ func (c *checker) checkCredential() {
 
 	switch {
 	case record.Has(id):
-	case c.replaces(certificate, record):
-		record = noderecord.Record{Credential: id, IsWorker: c.Node == NodeWorker}
-	default:
+	case !c.replaces(certificate, record):
 		c.unexpected = fmt.Sprintf("Client certificate %s, %s, is not the recorded one of Node %.80q: %s",
 			id, certificate.origin(c.request.csr.CreationTimestamp.Time), c.nodename, c.describe(record, certificate))
 		if c.Policy.EnforceCredential {
@@ -161,6 +159,10 @@ func (c *checker) checkCredential() {
 		}
 
 		return
+	case record.Credential == "" && record.Matches(c.Machine):
+		record.Credential = id
+	default:
+		record = noderecord.Record{Credential: id, IsWorker: c.Node == NodeWorker}
 	}
 
 	record = record.Locate(c.Machine)
@@ -171,13 +173,15 @@ func (c *checker) checkCredential() {
 	c.record = record
 }
 
-// replaces reports whether a certificate that is not recorded replaces the record. certificate is the zero value if
-// nothing is known of it.
+// replaces reports whether a certificate that is not recorded replaces the record, or is added to a record of the machine
+// without a certificate. certificate is the zero value if nothing is known of it.
 func (c *checker) replaces(certificate ClientCertificate, record noderecord.Record) bool {
+	isOther := record != (noderecord.Record{}) && !record.Matches(c.Machine)
+
 	switch {
 	case record.Stated != "":
 		return false
-	case record.Credential != "":
+	case record.Credential != "", isOther:
 		return !c.Policy.RequireStatement && c.isLost(record, certificate)
 	case c.Policy.RequireStatement:
 		return c.Credentials.root(certificate).Bootstrapped && !c.Credentials.isLate(certificate)
@@ -198,15 +202,13 @@ func (c *checker) isLost(record noderecord.Record, renewed ClientCertificate) bo
 
 // describe describes the record for people, and why the certificate does not replace it.
 func (c *checker) describe(record noderecord.Record, certificate ClientCertificate) string {
-	text := record.Credential
+	text := cmp.Or(record.Credential, "none is recorded")
 
 	switch {
 	case record.Stated != "":
 		return text + ", which the machine itself stated"
-	case text == "" && c.Credentials.isLate(certificate):
-		text = "none is recorded, and this one goes back to a bootstrap token that was used after the Node was created"
-	case text == "":
-		text = "none is recorded"
+	case record.Credential == "" && c.Credentials.isLate(certificate):
+		text += ", and this one goes back to a bootstrap token that was used after the Node was created"
 	case record.Address.IsValid() && !record.IsAt(c.Machine):
 		text += fmt.Sprintf(", of the machine at %s; now a machine at %s responds", record.Address, c.Machine.Endpoint)
 	}

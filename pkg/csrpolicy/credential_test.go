@@ -55,6 +55,10 @@ func TestReview_ComparesCredentialWithRecord(t *testing.T) {
 	with := func(edit func(*noderecord.Record)) noderecord.Record { r := record; edit(&r); return r } //nolint:nlreturn // one line
 	other := with(func(r *noderecord.Record) { r.Credential = id("b") })
 	rotated := with(func(r *noderecord.Record) { r.Credential, r.Previous = id("b"), id("a") })
+	machineOnly := noderecord.Record{NodeID: machineID, Volume: volume, Address: address, OtherAddress: netip.MustParseAddr("2001:db8::1"), IsWorker: true}
+	edited := func(r noderecord.Record, edit func(*noderecord.Record)) noderecord.Record { edit(&r); return r } //nolint:nlreturn // one line
+	withOther := with(func(r *noderecord.Record) { r.OtherAddress = machineOnly.OtherAddress })
+	unknown := func(r *noderecord.Record) { *r = seen; r.OtherAddress = machineOnly.OtherAddress }
 	moved := with(func(r *noderecord.Record) { r.Volume, r.Address = "other", elsewhere })
 	noVolume := func(e *csrpolicy.Evidence) { e.Machine.EphemeralID = "" }
 	token := certificates{issued("a", "", time.Hour)} // long after the Node was created
@@ -94,10 +98,29 @@ func TestReview_ComparesCredentialWithRecord(t *testing.T) {
 		"replaced CA, unknown origin": {record: with(func(r *noderecord.Record) { r.Credential, r.Issuer = id("b"), "old" })},
 		"expired":                     {record: with(func(r *noderecord.Record) { r.Credential, r.Expires = id("b"), now.Add(-time.Second) }), want: seen},
 
-		"recorded, moved":                        {record: with(func(r *noderecord.Record) { r.Address = elsewhere }), want: record},
-		"recorded, moved, without known volume":  {record: with(func(r *noderecord.Record) { r.Address, r.Volume = elsewhere, "" }), want: record},
-		"recorded without an address":            {record: with(func(r *noderecord.Record) { r.Address = netip.Addr{} }), want: record},
-		"recorded, other volume":                 {record: with(func(r *noderecord.Record) { r.Volume = "other" }), want: record},
+		"recorded, moved":                       {record: with(func(r *noderecord.Record) { r.Address = elsewhere }), want: record},
+		"recorded, moved, without known volume": {record: with(func(r *noderecord.Record) { r.Address, r.Volume = elsewhere, "" }), want: record},
+		"recorded without an address":           {record: with(func(r *noderecord.Record) { r.Address = netip.Addr{} }), want: record},
+		"recorded, other volume": {
+			record: with(func(r *noderecord.Record) { r.Volume = "other" }), want: with(func(r *noderecord.Record) { r.Volume = "other" }),
+		},
+		"recorded, other node ID without known volume": {
+			record: with(func(r *noderecord.Record) { r.NodeID, r.Volume = "other", "" }), want: with(func(r *noderecord.Record) { r.NodeID, r.Volume = "other", "" }),
+		},
+		"recorded, other node ID on the same volume": {record: with(func(r *noderecord.Record) { r.NodeID = "other" }), want: record},
+		"recorded, volume of an earlier version":     {record: with(func(r *noderecord.Record) { r.Volume, r.Address = volume[:12], elsewhere }), want: record},
+
+		"machine recorded":                       {record: machineOnly, want: with(unknown)},
+		"machine recorded, first registration":   {record: machineOnly, issued: certificates{issued("a", "", -time.Second)}, want: withOther},
+		"machine recorded, bootstrap token":      {record: machineOnly, issued: token},
+		"machine recorded by volume":             {record: edited(machineOnly, func(r *noderecord.Record) { r.Address = elsewhere }), want: seen},
+		"machine recorded, without an address":   {record: edited(machineOnly, func(r *noderecord.Record) { r.Address = netip.Addr{} }), want: seen},
+		"machine recorded by address":            {record: edited(machineOnly, func(r *noderecord.Record) { r.Volume = "" }), want: with(unknown)},
+		"machine recorded, wiped volume":         {record: edited(machineOnly, func(r *noderecord.Record) { r.Volume = id("other") }), issued: token, want: record},
+		"other machine recorded":                 {record: edited(machineOnly, func(r *noderecord.Record) { r.Volume, r.Address = id("other"), elsewhere })},
+		"other machine recorded by node ID":      {record: edited(machineOnly, func(r *noderecord.Record) { r.Volume, r.Address = "", elsewhere })},
+		"other machine recorded by 48 bits":      {record: edited(machineOnly, func(r *noderecord.Record) { r.Volume, r.Address = volume[:12], elsewhere })},
+		"nothing of the machine known, recorded": {record: noderecord.Record{IsWorker: true}},
 		"recorded, moved to another volume":      {record: moved, want: moved},
 		"recorded, moved, machine has no volume": {record: with(func(r *noderecord.Record) { r.Address = elsewhere }), edit: noVolume, want: with(func(r *noderecord.Record) { r.Address = elsewhere })},
 		"wiped volume of a machine elsewhere":    {record: with(func(r *noderecord.Record) { *r = moved; r.Credential = id("b") }), issued: token},

@@ -79,6 +79,18 @@ func (r Record) CountsFor(node *corev1.Node) bool {
 	return !isControlPlane || !r.IsWorker || r.Stated != ""
 }
 
+// Kept returns the record that outlives deleted Nodes, the oldest first, for the next Node of that name: the last one, but
+// one with a certificate before one without.
+func Kept(deleted []*corev1.Node, node *corev1.Node) (kept Record) {
+	for _, before := range deleted {
+		if r := Of(before); r != (Record{}) && r.CountsFor(node) && (r.Credential != "" || kept.Credential == "") {
+			kept = r
+		}
+	}
+
+	return kept
+}
+
 // readContext reads the labels that count only with the context.
 func (r *Record) readContext(labels map[string]string) {
 	parts := strings.Split(labels[LabelContext], ".")

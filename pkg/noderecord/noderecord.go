@@ -12,6 +12,7 @@ import (
 	"crypto/x509"
 	"encoding/hex"
 	"net/netip"
+	"slices"
 	"strings"
 	"time"
 
@@ -87,18 +88,37 @@ func (r Record) Contradicts(m machine.Machine) bool {
 	return !strings.HasPrefix(volume, r.Volume)
 }
 
+// Matches reports whether nothing contradicts that m is the recorded machine: it has the recorded volume, or responds at
+// the recorded address and has no other volume or node ID.
+func (r Record) Matches(m machine.Machine) bool {
+	return r.Identifies(m) || r.IsAt(m) && !r.Contradicts(m)
+}
+
+// AddressOf returns the address to record for a machine; the zero value if there is none. The endpoint of the local machine
+// is the first of its addresses that the kubelet wrote into the Node, such as a virtual IP.
+func AddressOf(m machine.Machine) netip.Addr {
+	if m.ControlPlane == nil || !m.ControlPlane.Local || slices.Contains(m.NodeIPs, m.Endpoint) {
+		return m.Endpoint
+	}
+
+	return cmp.Or(m.NodeIPs...)
+}
+
 // Locate returns the record with the identity and the address of a machine whose kubelet has the recorded certificate. The
-// record does not change if the machine responds at another address and does not report the recorded identity. A machine
-// that stated its certificate has stated its identity, too.
+// record does not change if the machine has another volume, or if it responds at another address and has another node ID. A
+// machine that stated its certificate has stated its identity, too.
 func (r Record) Locate(m machine.Machine) Record {
 	nodeID, volume := Fingerprint(m.NodeID), ID([]byte(m.EphemeralID))
 	isSame := r.Volume != "" && strings.HasPrefix(volume, r.Volume) || r.Volume == "" && (r.NodeID == "" || r.NodeID == nodeID)
 
-	if !isSame && !r.IsAt(m) {
+	if !isSame && !r.Matches(m) {
 		return r
 	}
 
-	r.Address = cmp.Or(m.Endpoint, r.Address)
+	if address := AddressOf(m); address.IsValid() && address != r.Address {
+		r.Address, r.OtherAddress = address, netip.Addr{}
+	}
+
 	if r.Stated == "" {
 		r.NodeID, r.Volume = cmp.Or(nodeID, r.NodeID), cmp.Or(volume, r.Volume)
 	}

@@ -286,3 +286,67 @@ func TestRecord_LocateKeepsStatedIdentity(t *testing.T) {
 	assert.Equal(t, stated, stated.Locate(machine.Machine{EphemeralID: "other", NodeID: "other", Endpoint: self.Endpoint}))
 	assert.Equal(t, located, located.Locate(machine.Machine{EphemeralID: "other", NodeID: "other", Endpoint: self.Endpoint}))
 }
+
+// A virtual IP is the first address that the local machine's kubelet wrote into its Node.
+func TestAddressOf_LocalMachineHasNodeIP(t *testing.T) {
+	nodeIP, virtual := netip.MustParseAddr("10.0.0.1"), netip.MustParseAddr("10.0.0.100")
+	local := machine.Machine{ControlPlane: &machine.ControlPlane{Local: true}, Endpoint: virtual, NodeIPs: []netip.Addr{nodeIP, netip.MustParseAddr("2001:db8::1")}}
+	remote := local
+	remote.ControlPlane = &machine.ControlPlane{}
+
+	assert.Equal(t, virtual, noderecord.AddressOf(remote))
+	assert.Equal(t, nodeIP, noderecord.AddressOf(local))
+	assert.Equal(t, nodeIP, noderecord.Record{}.Locate(local).Address)
+
+	local.Endpoint = local.NodeIPs[1]
+	assert.Equal(t, local.NodeIPs[1], noderecord.AddressOf(local))
+
+	local.NodeIPs = nil
+	assert.Equal(t, netip.Addr{}, noderecord.AddressOf(local))
+}
+
+// A machine that moves does not keep an address that it no longer has. The leader records the other one again.
+func TestRecord_LocateDropsOtherAddress(t *testing.T) {
+	before := noderecord.Record{Volume: id("volume"), NodeID: noderecord.Fingerprint("node-id"), Address: netip.MustParseAddr("10.0.0.9"), OtherAddress: netip.MustParseAddr("2001:db8::9")}
+	after := before
+	after.Address, after.OtherAddress = self.Endpoint, netip.Addr{}
+
+	assert.Equal(t, after, before.Locate(self))
+	assert.Equal(t, before, before.Locate(machine.Machine{NodeID: "node-id", EphemeralID: "volume"}))
+	assert.Equal(t, before, before.Locate(machine.Machine{NodeID: "node-id", EphemeralID: "volume", Endpoint: before.Address}))
+}
+
+// A machine without a certificate must not hide the certificate of an earlier Node.
+func TestKept_PrefersCertificate(t *testing.T) {
+	deleted := func(r noderecord.Record) *corev1.Node {
+		node := nodeWith(nil)
+		patch(t, node, r.ByLeader())
+
+		return node
+	}
+
+	a, b := noderecord.Record{Credential: id("a"), Volume: id("v")}, noderecord.Record{Credential: id("b")}
+	first, second := noderecord.Record{Volume: id("v")}, noderecord.Record{Volume: id("w")}
+	worker := noderecord.Record{Credential: id("c"), IsWorker: true}
+
+	for name, test := range map[string]struct {
+		deleted []noderecord.Record
+		want    noderecord.Record
+	}{
+		"none":                          {},
+		"no record":                     {[]noderecord.Record{{}}, noderecord.Record{}},
+		"last one":                      {[]noderecord.Record{a, b}, b},
+		"machines":                      {[]noderecord.Record{first, second}, second},
+		"machine after a certificate":   {[]noderecord.Record{a, first, {}}, a},
+		"certificate after a machine":   {[]noderecord.Record{first, b}, b},
+		"made for a worker":             {[]noderecord.Record{worker}, noderecord.Record{}},
+		"machine, then made for worker": {[]noderecord.Record{first, worker}, first},
+	} {
+		var nodes []*corev1.Node
+		for _, r := range test.deleted {
+			nodes = append(nodes, deleted(r))
+		}
+
+		assert.Equal(t, test.want, noderecord.Kept(nodes, nodeWith(nil)), name)
+	}
+}

@@ -79,10 +79,9 @@ func (c *Controller) reviewFor(request *csrpolicy.Request, nodename string, node
 		evidence.Policy = c.cfg.Policy(node, entry.Machine)
 		evidence.Credentials = c.credentials(node)
 
-		for _, deleted := range slices.Backward(c.cfg.Inventory.Claims.Deleted(nodename)) {
-			if before := noderecord.Of(deleted); evidence.Credentials.Record.Credential == "" && before.CountsFor(node) {
-				evidence.Credentials.Record = before
-			}
+		kept := noderecord.Kept(c.cfg.Inventory.Claims.Deleted(node), node)
+		if evidence.Credentials.Record.Credential == "" && kept != (noderecord.Record{}) {
+			evidence.Credentials.Record = kept
 		}
 	}
 
