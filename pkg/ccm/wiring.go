@@ -3,6 +3,7 @@ package ccm
 import (
 	"cmp"
 	"context"
+	"errors"
 	"fmt"
 	"net/netip"
 	"slices"
@@ -27,6 +28,7 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
 	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
+	"github.com/talos-ccm/talos-ccm/pkg/recorder"
 	"github.com/talos-ccm/talos-ccm/pkg/reflector"
 	"github.com/talos-ccm/talos-ccm/pkg/rules"
 	"github.com/talos-ccm/talos-ccm/pkg/talosapi"
@@ -68,6 +70,7 @@ type inputs struct {
 	probe        func(nodename string)
 	controlPlane *controlplane.Reader
 	podCIDRs     func() []netip.Prefix // which talos-ccm allocates from
+	isRecorded   func(node *corev1.Node) bool
 }
 
 // control runs the reflector and the controllers until ctx ends and they have stopped. It sends an error to exceeded if
@@ -118,7 +121,8 @@ func (m *Manager) controlWithFacts(ctx context.Context, conn connection, exceede
 	refl.ReadsMembers = func() bool { return m.settings().Lifecycle.Discovery }
 	refl.Kinds = refl.Kinds.WithFacts(m.needFacts())
 
-	if err := refl.FollowNodes(nodes); err != nil {
+	records, err := recorder.NewLeader(client, nodes, inv, conn.recorder, m.clock)
+	if err := errors.Join(refl.FollowNodes(nodes), err); err != nil {
 		return err
 	}
 
@@ -140,7 +144,7 @@ func (m *Manager) controlWithFacts(ctx context.Context, conn connection, exceede
 			return err
 		}
 
-		ctrl, err := c.construct(m, inputs{conn, client, nodes, inv, refl.Probe, controlPlane, m.podCIDRs})
+		ctrl, err := c.construct(m, inputs{conn, client, nodes, inv, refl.Probe, controlPlane, m.podCIDRs, records.IsRecorded})
 		if err != nil {
 			return fmt.Errorf("create %s: %w", c.name, err)
 		}
@@ -149,9 +153,12 @@ func (m *Manager) controlWithFacts(ctx context.Context, conn connection, exceede
 	}
 
 	group.Go(func() { m.limitMemory(ctx, nodes.Lister(), exceeded) })
-	group.Go(func() { refl.Run(ctx) })
 	group.Go(func() { m.trackLocal(ctx, refl) })
-	group.Go(func() { controlPlane.Run(ctx) })
+
+	for _, run := range []func(context.Context){refl.Run, records.Run, controlPlane.Run} {
+		group.Go(func() { run(ctx) })
+	}
+
 	factory.Start(ctx.Done())
 
 	<-ctx.Done()
@@ -228,7 +235,8 @@ func (m *Manager) newNodeController(in inputs) (controller, error) {
 
 			return options
 		},
-		Workers: int(in.conn.config.ComponentConfig.NodeController.ConcurrentNodeSyncs),
+		IsRecorded: in.isRecorded,
+		Workers:    int(in.conn.config.ComponentConfig.NodeController.ConcurrentNodeSyncs),
 	})
 }
 

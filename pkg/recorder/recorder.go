@@ -24,7 +24,6 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/fields"
-	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/kubernetes"
 	"k8s.io/client-go/tools/record"
 	"k8s.io/klog/v2"
@@ -108,13 +107,8 @@ func (r *Recorder) state(ctx context.Context) error {
 		return nil
 	}
 
-	patch, err := next.ByMachine().PatchOf(node)
-	if err != nil {
-		return fmt.Errorf("encode record of node %q: %w", node.Name, err)
-	}
-
-	if _, err := r.Client.CoreV1().Nodes().Patch(ctx, node.Name, types.MergePatchType, patch, metav1.PatchOptions{FieldManager: noderecord.FieldManager}); err != nil {
-		return fmt.Errorf("state client certificate of node %q: %w", node.Name, err)
+	if err := Write(ctx, r.Client, node, next.ByMachine()); err != nil {
+		return err
 	}
 
 	klog.FromContext(ctx).Info("Stated client certificate of kubelet", "node", node.Name, "credential", next.Stated, "before", before.Stated)

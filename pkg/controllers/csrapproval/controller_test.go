@@ -93,14 +93,15 @@ func TestController_NewLeaderApprovesRecordedAddresses(t *testing.T) {
 	s := alone(t)
 
 	recorded, kubelet := s.pinned()
-	silent, other := s.issued(), s.issued(on("eth1", s.plan().addr, 24))
+	second := s.plan().addr
+	silent, other := s.issued(), s.issued(on("eth1", second, 24))
 	release := s.hold(silent)
 
 	s.restart()
 	s.enforce(recorded)
 
 	foreign := s.post(recorded, request{config: kubelet, ips: []netip.Addr{recorded.addr, silent.addr}})
-	unrecorded := s.post(other, request{})
+	unrecorded := s.post(other, request{ips: []netip.Addr{second}})
 	s.awaitIssued(s.post(recorded, request{config: kubelet}))
 	s.assertUndecided(unrecorded)
 	s.assertUndecided(foreign)

@@ -37,6 +37,7 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
 	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
+	"github.com/talos-ccm/talos-ccm/pkg/recorder"
 	"github.com/talos-ccm/talos-ccm/pkg/reflector"
 	"github.com/talos-ccm/talos-ccm/pkg/talosapi"
 	"github.com/talos-ccm/talos-ccm/pkg/talostest"
@@ -279,6 +280,7 @@ func (e *environment) start(clk clock.WithTicker) (*instance, error) {
 		followed = i.Reflector.FollowNodes(i.Nodes)
 	}
 
+	records, unwatched := recorder.NewLeader(i.Client, i.Nodes, i.Inventory, i.Recorder, clk)
 	i.controller, failed = csrapproval.New(csrapproval.Config{
 		Client: i.Client, Nodes: i.Nodes, Inventory: i.Inventory, Identity: i.controlPlane.Identity(), Recorder: i.Recorder, Clock: clk,
 		Policy: i.policy, Workers: 10,
@@ -290,19 +292,19 @@ func (e *environment) start(clk clock.WithTicker) (*instance, error) {
 	})
 	initializer, err := nodecontroller.New(nodecontroller.Config{
 		Client: i.Client, Nodes: i.Nodes, Inventory: i.Inventory, Recorder: i.Recorder, Clock: clock.RealClock{},
-		Options: func() nodespec.Options { return nodespec.Options{} }, Workers: 10,
+		Options: func() nodespec.Options { return nodespec.Options{} }, IsRecorded: records.IsRecorded, Workers: 10,
 	})
 
 	if e.followLast {
 		followed = i.Reflector.FollowNodes(i.Nodes)
 	}
 
-	if err := errors.Join(followed, failed, err); err != nil {
+	if err := errors.Join(followed, unwatched, failed, err); err != nil {
 		return nil, err
 	}
 
 	i.Factory.Start(watching.Done()) // it has only the Node informer
-	i.Start(i.controlPlane.Run, i.Reflector.Run, i.controller.Run, initializer.Run)
+	i.Start(i.controlPlane.Run, i.Reflector.Run, records.Run, i.controller.Run, initializer.Run)
 
 	return i, nil
 }

@@ -11,12 +11,12 @@ import (
 	certificatesv1 "k8s.io/api/certificates/v1"
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
-	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/klog/v2"
 
 	"github.com/talos-ccm/talos-ccm/pkg/csrpolicy"
 	"github.com/talos-ccm/talos-ccm/pkg/internal/events"
 	"github.com/talos-ccm/talos-ccm/pkg/noderecord"
+	"github.com/talos-ccm/talos-ccm/pkg/recorder"
 )
 
 // userBootstrap is the prefix of the users of bootstrap tokens (k8s.io/cluster-bootstrap/token/api).
@@ -116,13 +116,8 @@ func (c *Controller) writeRecord(ctx context.Context, node *corev1.Node, record 
 		return nil
 	}
 
-	patch, err := record.ByLeader().PatchOf(node)
-	if err != nil {
-		return fmt.Errorf("encode record of node %q: %w", node.Name, err)
-	}
-
-	if _, err = c.cfg.Client.CoreV1().Nodes().Patch(ctx, node.Name, types.MergePatchType, patch, metav1.PatchOptions{FieldManager: noderecord.FieldManager}); err != nil {
-		return fmt.Errorf("record credential of node %q: %w", node.Name, err)
+	if err := recorder.Write(ctx, c.cfg.Client, node, record.ByLeader()); err != nil {
+		return err
 	}
 
 	klog.FromContext(ctx).Info("Recorded client certificate of kubelet", "node", node.Name, "credential", record.Credential, "previous", record.Previous)

@@ -62,7 +62,7 @@ func lead(s ctest.Suite) *leader {
 
 	controller, err := node.New(node.Config{
 		Client: i.Client, Nodes: i.Nodes, Inventory: i.Inventory, Recorder: i.Recorder, Clock: l.clock, Workers: 10,
-		Options: func() nodespec.Options { return nodespec.Options{OmitConditions: l.omit.Load()} },
+		Options: func() nodespec.Options { return nodespec.Options{OmitConditions: l.omit.Load()} }, IsRecorded: func(*corev1.Node) bool { return true },
 	})
 	require.NoError(s, err)
 	require.NoError(s, i.Reflector.FollowNodes(i.Nodes))

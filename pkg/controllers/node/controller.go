@@ -114,6 +114,8 @@ type Config struct {
 	Clock     clock.Clock
 	// Options returns the cluster-wide settings in force. Call Resync after they have changed.
 	Options func() nodespec.Options
+	// IsRecorded reports whether the machine of a Node is recorded, which changes the Node. No Node is initialized before.
+	IsRecorded func(node *corev1.Node) bool
 	// Workers is the number of Nodes that are updated concurrently.
 	Workers int
 }
@@ -141,7 +143,7 @@ func New(cfg Config) (*Controller, error) {
 
 	c := &Controller{
 		config:       cfg,
-		planner:      planner{cfg.Nodes.Lister(), cfg.Inventory, cfg.Clock, cfg.Options},
+		planner:      planner{cfg.Nodes.Lister(), cfg.Inventory, cfg.Clock, cfg.Options, cfg.IsRecorded},
 		indexer:      informer.GetIndexer(),
 		reporter:     events.New(cfg.Recorder),
 		expectations: expectations.New(),

@@ -56,6 +56,7 @@ func (e *environment) start() (stop func(), err error) {
 
 	controller, err := node.New(node.Config{
 		Client: i.Client, Nodes: i.Nodes, Inventory: i.Inventory, Recorder: i.Recorder, Clock: clock.RealClock{}, Workers: 10,
+		IsRecorded: func(*corev1.Node) bool { return true },
 		Options: func() nodespec.Options {
 			options := e.options.get()
 			options.OmitConditions = true // they have tests of their own

@@ -25,6 +25,7 @@ type planner struct {
 	inventory *inventory.Inventory
 	clock     clock.PassiveClock
 	options   func() nodespec.Options
+	recorded  func(node *corev1.Node) bool
 }
 
 type state struct {
@@ -113,7 +114,7 @@ func (p planner) plan(s state, owner string) (plan, error) {
 			"Node %s has providerID %s, too; delete the node that no machine belongs to", owner, actual)})
 	}
 
-	if s.spec == nil {
+	if s.spec == nil || nodespec.IsUninitialized(s.node) && !p.recorded(s.node) {
 		return pending, nil
 	}
 

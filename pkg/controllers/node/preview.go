@@ -59,7 +59,10 @@ func NewPreviews(nodes []*corev1.Node, machines *inventory.Inventory, options no
 		}
 	}
 
-	p := planner{corelisters.NewNodeLister(indexer), machines, clock.RealClock{}, func() nodespec.Options { return options }}
+	p := planner{
+		nodes: corelisters.NewNodeLister(indexer), inventory: machines, clock: clock.RealClock{},
+		options: func() nodespec.Options { return options }, recorded: func(*corev1.Node) bool { return true },
+	}
 	ids := newProviderIDs(indexer, p.counts, func(string) {})
 	previews := make([]Preview, 0, len(nodes))
 

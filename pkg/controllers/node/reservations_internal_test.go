@@ -24,11 +24,12 @@ func newController(t *testing.T, nodes ...*corev1.Node) *Controller {
 	t.Helper()
 
 	c, err := New(Config{
-		Nodes:     informers.NewSharedInformerFactory(nil, 0).Core().V1().Nodes(),
-		Inventory: inventory.New(time.Now),
-		Recorder:  &record.FakeRecorder{},
-		Clock:     clock.RealClock{},
-		Options:   func() nodespec.Options { return nodespec.Options{} },
+		Nodes:      informers.NewSharedInformerFactory(nil, 0).Core().V1().Nodes(),
+		Inventory:  inventory.New(time.Now),
+		Recorder:   &record.FakeRecorder{},
+		Clock:      clock.RealClock{},
+		Options:    func() nodespec.Options { return nodespec.Options{} },
+		IsRecorded: func(*corev1.Node) bool { return true },
 	})
 	require.NoError(t, err)
 	t.Cleanup(c.queue.ShutDown)

@@ -100,6 +100,29 @@ func TestController_SendsFiveRequestsPerSync(t *testing.T) {
 	assert.Empty(t, node.Spec.ProviderID)
 }
 
+func TestController_WaitsForRecord(t *testing.T) {
+	f := newSyncFixture(t)
+	recorded := f.controller.planner.recorded
+	f.controller.planner.recorded = func(*corev1.Node) bool { return false }
+
+	node, requests, err := f.sync()
+	require.NoError(t, err)
+	assert.Zero(t, requests)
+	assert.True(t, nodespec.IsUninitialized(node))
+
+	f.controller.planner.recorded = recorded
+	node, _, err = f.sync()
+	require.NoError(t, err)
+	assert.False(t, nodespec.IsUninitialized(node))
+
+	// An initialized Node does not wait.
+	f.update("kubelet", func(n *corev1.Node) { n.Status.Addresses = nil })
+	f.controller.planner.recorded = func(*corev1.Node) bool { return false }
+	_, requests, err = f.sync()
+	require.NoError(t, err)
+	assert.NotZero(t, requests)
+}
+
 func TestController_ContinuesAfterFailedRequest(t *testing.T) {
 	for failing := 1; failing <= 3; failing++ {
 		f := newSyncFixture(t)
