@@ -40,8 +40,8 @@ func IsControlPlane(node *corev1.Node) bool {
 }
 
 // IsKnown reports whether the Node has the label of the control plane, or talos-ccm has labeled it, at its initialization
-// or with the record of its kubelet's certificate. The NodeRestriction admission plugin keeps kubelets from setting these
-// labels. The upstream Talos CCM sets LabelPlatform, too.
+// or with the record of its machine. The NodeRestriction admission plugin keeps kubelets from setting these labels. The
+// upstream Talos CCM sets LabelPlatform, too.
 func IsKnown(node *corev1.Node) bool {
 	return IsControlPlane(node) || node.Labels[LabelPlatform] != "" || noderecord.Of(node).Address.IsValid()
 }

@@ -1,12 +1,13 @@
-// Package recorder states the client certificate of the local machine's kubelet in the record of its Node.
+// Package recorder writes the records of Nodes. Whatever the configuration selects, it runs as no controller:
+//   - Recorder, in every instance of the extension, whether the instance leads or not. It states the client certificate of
+//     the local machine's kubelet.
+//   - Leader, in the leader. It records the machine of each Node that responds.
 //
-// It is no controller: every instance of the extension runs it, whether the instance leads or not, and whatever the
-// configuration selects.
+// Inputs of the Recorder: the machine's nodename, identity and volumes, and the kubelet's certificate, over machine.sock; the
+// machine's own Node. Of the Leader: Nodes, the inventory, and the records of deleted Nodes.
 //
-// Inputs: the machine's nodename, identity and volumes, and the kubelet's certificate, over machine.sock; the machine's
-// own Node.
-//
-// Outputs: labels of that Node, if it has the label of the control plane, and an Event on it. It writes nothing else.
+// Outputs: the labels of the record and Events on the Node. The Recorder writes only its own Node, if that has the label of
+// the control plane.
 package recorder
 
 import (

@@ -15,8 +15,9 @@ var logged = regexp.MustCompile(`(?:logger|klog\.FromContext\(ctx\)|klog\.Backgr
 // normal are messages of normal operation, which need no action.
 var normal = []string{
 	"Allocating pod CIDRs", "API server endpoint or CA changed; recreating clients", "Applied configuration", "Approved CSR",
-	"Assigned pod CIDRs", "Configuration uses other facts; reading machines again", "Deleted node", "Initialized node", "Local machine is a control-plane machine; starting",
-	"Local machine is not an active control-plane machine; idling", "Recorded client certificate of kubelet",
+	"Assigned pod CIDRs", "Configuration uses other facts; reading machines again", "Deleted node", "Initialized node",
+	"Local machine is a control-plane machine; starting", "Local machine is not an active control-plane machine; idling",
+	"Recorded client certificate of kubelet", "Recorded machine",
 	"Started controller", "Starting talos-ccm", "Stated client certificate of kubelet", "Updated lifecycle taints",
 	"Updated load balancer", "Updated node", "Waiting for the local machine to become a control-plane machine",
 	"Watching local machine", "Watching machine",

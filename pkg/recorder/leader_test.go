@@ -1,0 +1,418 @@
+package recorder_test
+
+import (
+	"fmt"
+	"net/netip"
+	"regexp"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	clocktesting "k8s.io/utils/clock/testing"
+
+	"github.com/talos-ccm/talos-ccm/pkg/claims"
+	"github.com/talos-ccm/talos-ccm/pkg/inventory"
+	"github.com/talos-ccm/talos-ccm/pkg/machine"
+	"github.com/talos-ccm/talos-ccm/pkg/noderecord"
+	"github.com/talos-ccm/talos-ccm/pkg/recorder"
+	"github.com/talos-ccm/talos-ccm/test/ctest"
+	"github.com/talos-ccm/talos-ccm/test/kube"
+)
+
+// leader is a Leader whose machines the test describes. No other controller runs.
+type leader struct {
+	ctest.Suite
+	*recorder.Leader
+
+	instance *ctest.Instance
+	clock    *clocktesting.FakePassiveClock
+}
+
+func lead(t *testing.T) *leader {
+	t.Helper()
+	t.Parallel()
+
+	l := &leader{Suite: bed.NewSuite(t), clock: clocktesting.NewFakePassiveClock(time.Now())}
+
+	var err error
+
+	l.instance, err = ctest.NewInstance(t.Context(), l.Kube.Config(), nil)
+	require.NoError(t, err)
+
+	l.instance.Inventory = inventory.New(l.clock.Now)
+	l.Leader, err = recorder.NewLeader(l.instance.Client, l.instance.Nodes, l.instance.Inventory, l.instance.Recorder, l.clock)
+	require.NoError(t, err)
+	l.instance.Start(l.Run)
+	t.Cleanup(l.instance.Stop)
+
+	return l
+}
+
+func ip(text string) netip.Addr { return netip.MustParseAddr(text) }
+
+// on returns a worker with a volume, the address at which it responds, and further node IPs.
+func on(volume, address string, nodeIPs ...string) machine.Machine {
+	m := machine.Machine{NodeID: "machine with " + volume, EphemeralID: volume, Endpoint: ip(address), NodeIPs: []netip.Addr{ip(address)}}
+	for _, address := range nodeIPs {
+		m.NodeIPs = append(m.NodeIPs, ip(address))
+	}
+
+	return m
+}
+
+// verified returns the machine, dialed as a control-plane machine.
+func verified(m machine.Machine) machine.Machine {
+	m.ControlPlane = &machine.ControlPlane{}
+
+	return m
+}
+
+// of returns the record of a worker without a certificate.
+func of(m machine.Machine, other string) noderecord.Record {
+	r := noderecord.Record{NodeID: noderecord.Fingerprint(m.NodeID), Volume: noderecord.ID([]byte(m.EphemeralID)), Address: m.Endpoint, IsWorker: m.ControlPlane == nil}
+	if other != "" {
+		r.OtherAddress = ip(other)
+	}
+
+	return r
+}
+
+// register registers a Node, which is in the cache afterwards.
+func (l *leader) register(name string, isControlPlane bool) {
+	l.Helper()
+	l.Register(kube.NodeSpec{Name: name, ControlPlane: isControlPlane})
+	l.awaitCached(name, isControlPlane)
+}
+
+func (l *leader) awaitCached(name string, isControlPlane bool) {
+	l.Helper()
+	ctest.Eventually(l, name+" is in the cache", func() bool {
+		node, err := l.instance.Nodes.Lister().Get(name)
+		if err != nil {
+			return false
+		}
+
+		_, labeled := node.Labels["node-role.kubernetes.io/control-plane"]
+
+		return labeled == isControlPlane
+	})
+}
+
+// join registers a Node, whose machine responds.
+func (l *leader) join(name string, m machine.Machine) {
+	l.Helper()
+	l.register(name, m.ControlPlane != nil)
+	l.responds(name, m)
+}
+
+func (l *leader) responds(name string, m machine.Machine) {
+	m.Nodename = name
+	l.instance.Inventory.Replace(name, m)
+}
+
+func (l *leader) awaitRecord(name string, want noderecord.Record) *corev1.Node {
+	l.Helper()
+
+	node := l.AwaitNode(name, func(n *corev1.Node, asrt *assert.Assertions) { asrt.Equal(want, noderecord.Of(n)) })
+	ctest.Eventually(l, "the record of "+name+" is in the cache", func() bool {
+		cached, err := l.instance.Nodes.Lister().Get(name)
+
+		return err == nil && noderecord.Of(cached) == want
+	})
+
+	return node
+}
+
+// assertKept fails if the record of a Node is another one, or is about to change.
+func (l *leader) assertKept(name string, want noderecord.Record, what string) {
+	l.Helper()
+
+	node := l.Node(name)
+	assert.Equal(l, want, noderecord.Of(node), what)
+	assert.True(l, l.IsRecorded(node), what)
+}
+
+// touch makes the Leader sync a Node.
+func (l *leader) touch(name string) {
+	l.Helper()
+	l.PatchNode(name, "", fmt.Sprintf(`{"metadata":{"annotations":{"test/touched":"%d"}}}`, time.Now().UnixNano()))
+}
+
+func TestLeader_RecordsMachine(t *testing.T) {
+	l := lead(t)
+	l.register("records", false)
+	assert.False(t, l.IsRecorded(l.Node("records")))
+
+	dual := on("volume", "10.1.0.1", "2001:db8:1::1")
+	l.responds("records", dual)
+	node := l.awaitRecord("records", of(dual, "2001:db8:1::1"))
+	assert.True(t, l.IsRecorded(node))
+	assert.True(t, slices.ContainsFunc(node.ManagedFields, func(m metav1.ManagedFieldsEntry) bool {
+		return m.Manager == noderecord.FieldManager && strings.Contains(m.FieldsV1.GetRawString(), noderecord.LabelVolume)
+	}))
+	assert.NotContains(t, node.Labels, noderecord.LabelCredential)
+
+	// It has no IPv6 address for a while, and its node IPs are not known after a reboot.
+	l.responds("records", on("volume", "10.1.0.1"))
+	l.awaitRecord("records", of(dual, ""))
+	l.responds("records", dual)
+	l.awaitRecord("records", of(dual, "2001:db8:1::1"))
+	l.responds("records", machine.Machine{NodeID: dual.NodeID, EphemeralID: "volume", Endpoint: dual.Endpoint})
+	l.assertKept("records", of(dual, "2001:db8:1::1"), "no node IPs")
+
+	// Node IPs that cannot be an address of the machine only.
+	for i, address := range []string{"fe80::1", "::1", "ff02::1", "10.1.0.100"} {
+		name, m := fmt.Sprintf("records-%d", i), on("volume "+address, fmt.Sprintf("10.1.1.%d", i), address)
+		l.join(name, m)
+		l.awaitRecord(name, of(m, ""))
+	}
+}
+
+// Whoever takes the address of a machine for seconds, or knows its node ID and a hash of 48 bits, does not get its record.
+func TestLeader_RecordFollowsOnlyItsVolume(t *testing.T) {
+	l := lead(t)
+	m := on("volume", "10.2.0.1")
+	want := of(m, "")
+
+	l.join("follows", m)
+	l.awaitRecord("follows", want)
+
+	sameNode := func(volume, address string) machine.Machine {
+		other := on(volume, address, "2001:db8:2::2")
+		other.NodeID = m.NodeID
+
+		return other
+	}
+
+	for name, other := range map[string]machine.Machine{
+		"other volume at its address":          on("other", "10.2.0.1", "2001:db8:2::2"),
+		"other volume with its node ID":        sameNode("other", "10.2.0.1"),
+		"no volume at its address":             sameNode("", "10.2.0.1"),
+		"no volume, other node ID":             {NodeID: "other", Endpoint: m.Endpoint, NodeIPs: m.NodeIPs},
+		"its node ID elsewhere":                sameNode("", "10.2.0.2"),
+		"its node ID, other volume, elsewhere": sameNode("other", "10.2.0.2"),
+	} {
+		l.responds("follows", other)
+		l.assertKept("follows", want, name)
+	}
+
+	// The machine has another address, and its partition STATE was wiped.
+	moved := on("volume", "10.2.0.3", "2001:db8:2::3")
+	moved.NodeID = "other"
+	l.responds("follows", moved)
+
+	want.Address, want.OtherAddress = ip("10.2.0.3"), ip("2001:db8:2::3")
+	l.awaitRecord("follows", want)
+
+	// An earlier version recorded 48 bits of the volume.
+	want.Volume = want.Volume[:12]
+	l.PatchNode("follows", "", `{"metadata":{"labels":{"`+noderecord.LabelVolume+`":null}}}`)
+	l.awaitRecord("follows", want)
+	l.responds("follows", on("volume", "10.2.0.4"))
+	l.assertKept("follows", want, "volume of an earlier version")
+}
+
+func TestLeader_RecordsExchangedAddresses(t *testing.T) {
+	l := lead(t)
+	l.join("swaps-1", on("first", "10.3.0.1"))
+	l.join("swaps-2", on("second", "10.3.0.2"))
+	l.awaitRecord("swaps-1", of(on("first", "10.3.0.1"), ""))
+	l.awaitRecord("swaps-2", of(on("second", "10.3.0.2"), ""))
+
+	l.responds("swaps-1", on("first", "10.3.0.2"))
+	l.awaitRecord("swaps-1", of(on("first", "10.3.0.2"), ""))
+	l.responds("swaps-2", on("second", "10.3.0.1"))
+	l.awaitRecord("swaps-2", of(on("second", "10.3.0.1"), ""))
+}
+
+// A machine that is down keeps what is recorded for it, whatever others report.
+func TestLeader_RecordsNoAddressOfOtherNodes(t *testing.T) {
+	l := lead(t)
+	first := on("first", "10.4.0.1", "2001:db8:4::1")
+	l.join("taken-1", first)
+	l.awaitRecord("taken-1", of(first, "2001:db8:4::1"))
+
+	evil := on("evil", "10.4.0.2", "2001:db8:4::1")
+	l.join("taken-2", evil)
+	l.awaitRecord("taken-2", of(evil, ""))
+	l.touch("taken-1")
+	l.assertKept("taken-1", of(first, "2001:db8:4::1"), "reported by another worker")
+	l.instance.Inventory.MarkUnreachable("taken-1", "down")
+
+	atFirst := on("third", "10.4.0.1")
+	without := of(atFirst, "")
+	without.Address = netip.Addr{}
+
+	l.join("taken-3", atFirst)
+	l.awaitRecord("taken-3", without)
+	l.touch("taken-3")
+	l.assertKept("taken-3", without, "recorded for another worker")
+
+	// Control-plane machines are dialed only at addresses that no kubelet can write.
+	controlPlane := verified(on("cp", "10.4.0.1", "2001:db8:4::1"))
+	l.join("taken-cp", controlPlane)
+	l.awaitRecord("taken-cp", of(controlPlane, "2001:db8:4::1"))
+
+	later := verified(on("cp-2", "10.4.0.5", "2001:db8:4::1"))
+	l.join("taken-cp-2", later)
+	l.awaitRecord("taken-cp-2", of(later, ""))
+
+	// What a control-plane machine reports, or another machine has as node IP, is of no worker.
+	reporting := verified(on("cp-3", "10.4.0.6"))
+	reporting.Addresses = []machine.Address{{Link: "eth1", Prefix: netip.MustParsePrefix("2001:db8:4::6/64")}}
+	l.responds("taken-cp-3", reporting)
+	l.responds("taken-4", on("fourth", "10.4.0.7", "2001:db8:4::7"))
+
+	for i, address := range []string{"2001:db8:4::6", "2001:db8:4::7"} {
+		name, m := fmt.Sprintf("taken-5%d", i), on("volume "+address, fmt.Sprintf("10.4.1.%d", i), address)
+		l.join(name, m)
+		l.awaitRecord(name, of(m, ""))
+	}
+
+	// The Nodes with the address are deleted.
+	for _, name := range []string{"taken-1", "taken-cp"} {
+		l.Remove(name)
+	}
+
+	ctest.Eventually(l, "the machine has its address", func() bool {
+		l.touch("taken-3")
+
+		return noderecord.Of(l.Node("taken-3")) == of(atFirst, "")
+	})
+}
+
+func TestLeader_RecordsControlPlaneMachineOnlyIfVerified(t *testing.T) {
+	l := lead(t)
+	m := on("volume", "10.5.0.1")
+
+	l.register("verified", true)
+	l.responds("verified", m)
+	assert.False(t, l.IsRecorded(l.Node("verified")))
+	l.responds("verified", verified(m))
+	l.awaitRecord("verified", of(verified(m), ""))
+
+	// The kubelet wrote a virtual IP into the Node.
+	local := on("local", "10.5.0.100")
+	local.ControlPlane, local.NodeIPs = &machine.ControlPlane{Local: true}, []netip.Addr{ip("10.5.0.2"), ip("2001:db8:5::2")}
+	want := of(local, "2001:db8:5::2")
+	want.Address = ip("10.5.0.2")
+
+	l.join("verified-2", local)
+	l.awaitRecord("verified-2", want)
+
+	// Before Talos has set the label, any machine of the cluster may have responded.
+	worker := on("worker", "10.5.0.3")
+	l.join("verified-3", worker)
+	l.awaitRecord("verified-3", of(worker, ""))
+	l.PatchNode("verified-3", "", `{"metadata":{"labels":{"node-role.kubernetes.io/control-plane":"","`+noderecord.LabelVolume+`":null}}}`)
+	l.awaitCached("verified-3", true)
+	assert.False(t, l.IsRecorded(l.Node("verified-3")))
+	l.responds("verified-3", verified(on("machine", "10.5.0.4")))
+	l.awaitRecord("verified-3", of(verified(on("machine", "10.5.0.4")), ""))
+}
+
+// The machine states its certificate and its volume, and no address.
+func TestLeader_AddsAddressesToStatedRecord(t *testing.T) {
+	l := lead(t)
+	l.register("stated", true)
+
+	m := verified(on("volume", "10.6.0.1", "2001:db8:6::1"))
+	node := l.Node("stated")
+	stated := noderecord.Record{Credential: noderecord.ID([]byte("certificate")), Stated: noderecord.ID([]byte("certificate")), Volume: noderecord.ID([]byte("volume"))}
+	require.NoError(t, recorder.Write(t.Context(), l.Client, node, stated.ByMachine()))
+	l.awaitRecord("stated", stated)
+
+	l.responds("stated", verified(on("other", "10.6.0.1")))
+	l.assertKept("stated", stated, "another machine")
+	l.responds("stated", m)
+
+	stated.Address, stated.OtherAddress = ip("10.6.0.1"), ip("2001:db8:6::1")
+	l.awaitRecord("stated", stated)
+}
+
+// For 15 minutes, the record of a deleted Node counts for the next one, which is initialized without a record.
+func TestLeader_RecordsNoOtherMachineAfterDeletion(t *testing.T) {
+	l := lead(t)
+	m, other := on("volume", "10.7.0.1"), on("other", "10.7.0.2")
+
+	l.join("again", m)
+	deleted := l.awaitRecord("again", of(m, ""))
+	l.instance.Inventory.Claims.SetNode(deleted) // as the controller of CSRs does
+	l.Remove("again")
+	l.instance.Inventory.Claims.DeleteNode(deleted)
+	l.instance.Inventory.Forget("again")
+
+	ctest.Eventually(l, "the cache shows the deletion", func() bool {
+		_, err := l.instance.Nodes.Lister().Get("again")
+
+		return err != nil
+	})
+	l.join("again", other)
+	l.touch("again")
+	l.assertKept("again", noderecord.Record{}, "another machine")
+
+	l.responds("again", m)
+	l.awaitRecord("again", of(m, ""))
+
+	l.responds("again", other)
+	l.PatchNode("again", "", `{"metadata":{"labels":{"`+noderecord.LabelContext+`":null,"`+noderecord.LabelAddress+`":null}}}`)
+	l.awaitRecord("again", noderecord.Record{})
+	l.clock.SetTime(l.clock.Now().Add(claims.Retention))
+	l.touch("again")
+	l.awaitRecord("again", of(other, ""))
+}
+
+// An honest machine may have another volume and another address, such as a VM that was replaced.
+func TestLeader_ReportsMachineThatRecordCannotFollow(t *testing.T) {
+	l := lead(t)
+	m, replaced := on("volume", "10.8.0.1"), on("replaced", "10.8.0.2", "2001:db8:8::2")
+
+	l.join("replaced", m)
+	l.awaitRecord("replaced", of(m, ""))
+	l.responds("replaced", replaced)
+
+	// A kubelet that requests a certificate within minutes updates the record itself.
+	l.touch("replaced")
+	time.Sleep(100 * time.Millisecond)
+	assert.Empty(t, l.Events("replaced", recorder.ReasonMismatch))
+
+	var event *corev1.Event
+
+	ctest.Eventually(l, "the machine is reported", func() bool {
+		l.clock.SetTime(l.clock.Now().Add(5 * time.Minute))
+		l.touch("replaced")
+
+		events := l.Events("replaced", recorder.ReasonMismatch)
+		if len(events) > 0 {
+			event = &events[0]
+		}
+
+		return event != nil
+	})
+
+	for range 3 {
+		l.clock.SetTime(l.clock.Now().Add(5 * time.Minute))
+		l.touch("replaced")
+	}
+
+	l.assertKept("replaced", of(m, ""), "reported")
+	t.Logf("%d bytes: %s", len(event.Message), event.Message)
+
+	// The command removes the record.
+	command := regexp.MustCompile(`kubectl label node replaced (.*)$`).FindStringSubmatch(event.Message)
+	require.Len(t, command, 2)
+
+	var labels []string
+	for key := range strings.FieldsSeq(command[1]) {
+		labels = append(labels, fmt.Sprintf("%q:null", strings.TrimSuffix(key, "-")))
+	}
+
+	assert.EqualValues(t, 1, l.Events("replaced", recorder.ReasonMismatch)[0].Count)
+	l.PatchNode("replaced", "", `{"metadata":{"labels":{`+strings.Join(labels, ",")+`}}}`)
+	l.awaitRecord("replaced", of(replaced, "2001:db8:8::2"))
+}
