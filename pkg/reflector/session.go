@@ -332,7 +332,7 @@ func (s *session) ignore(kind resource.Kind, err error) error {
 
 // scheduleNextPoll is called after a poll, and for the first view.
 func (s *session) scheduleNextPoll(m machine.Machine) {
-	s.constant = m.Stage == runtime.MachineStageRunning // else it may be booting
+	s.constant = s.constant || m.Stage == runtime.MachineStageRunning // else it may be booting
 
 	if s.constant && !m.PlatformFromCache {
 		s.interval = max(s.interval, pollRunning)

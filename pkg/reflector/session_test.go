@@ -252,6 +252,24 @@ func TestSession_PollIntervalStaysShortDuringBoot(t *testing.T) {
 	s.awaitChange(worker, func(m machine.Machine) bool { return m.Stage == runtime.MachineStageRunning && m.EphemeralID == "f-1" })
 }
 
+// A machine that is being reset wipes the volume by which it is recognized, which takes minutes.
+func TestSession_KeepsVolumeOfMachineThatIsReset(t *testing.T) {
+	t.Parallel()
+
+	s := newTimedSuite(t)
+	worker := s.machine("worker-1")
+	require.NoError(t, formatVolume(t.Context(), worker))
+	s.settle(worker)
+	require.NoError(t, worker.SetStage(t.Context(), runtime.MachineStageResetting))
+	require.NoError(t, worker.FormatVolume(t.Context(), constants.EphemeralPartitionLabel, ""))
+	s.awaitChange(worker, func(m machine.Machine) bool { return m.Stage == runtime.MachineStageResetting })
+
+	for range 2 {
+		s.stepToNextPoll(worker, nextPoll)
+		require.Equal(t, "f-1", s.get(worker).Machine.EphemeralID)
+	}
+}
+
 func TestSession_ExpiresAndReadsEverythingOverNewConnection(t *testing.T) {
 	t.Parallel()
 

@@ -67,7 +67,10 @@ var threats = map[string][]threat{
 			"TestController_IgnoresClaimsThatMachineContradicts TestClaims_OfDeletedNodes",
 		},
 		{"evade checks by reporting another operating system", "TestController_ChecksNodeThatStopsReportingTalos"},
-		{"have the Node deleted while its machine is down, by announcing a reset at another address", "TestController_Histories"},
+		{
+			"have the Node deleted or tainted while its machine is down, by announcing a reset or a shutdown, or with a new name",
+			"TestController_Histories TestDoubt_AnnouncementCountsOnlyFromRecordedMachineAtItsAddress TestSession_KeepsVolumeOfMachineThatIsReset",
+		},
 		{"the same, to register the Node without an administrator's restricted label or taint", "TestController_Histories"},
 		{
 			"delay new machines with many Nodes at one stalling address",

@@ -23,6 +23,7 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/controllers/node"
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
+	"github.com/talos-ccm/talos-ccm/pkg/noderecord"
 	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
 )
 
@@ -393,15 +394,45 @@ func (c *cluster) detect() {
 				c.leader.inventory.MarkUnreachable(name, "no answer")
 			}
 		case i.name == name:
-			c.leader.inventory.Replace(name, machine.Machine{
-				Nodename: name, NodeID: i.nodeID, Stage: i.stage, System: hardware.SystemInformationSpec{UUID: i.uuid}, PlatformPublished: true,
+			m := machine.Machine{
+				Nodename: name, NodeID: i.nodeID, EphemeralID: "volume of " + i.nodeID, Endpoint: address.Addr(), Stage: i.stage, System: hardware.SystemInformationSpec{UUID: i.uuid}, PlatformPublished: true,
 				Platform:  talosruntime.PlatformMetadataSpec{Platform: "metal"},
 				Addresses: []machine.Address{{Prefix: address, Link: "eth0", Scope: nethelpers.ScopeGlobal}}, NodeIPs: []netip.Addr{address.Addr()},
-			})
+			}
+			c.leader.inventory.Replace(name, m)
+			c.record(name, m)
 		default:
 			c.leader.inventory.MarkMismatch(name, i.name, "another machine")
 		}
 	}
+}
+
+// record records a machine as the leader does: the record follows the volume, and at the recorded address a CSR.
+func (c *cluster) record(name string, m machine.Machine) {
+	record := noderecord.Of(c.server.nodes[name])
+	if record != (noderecord.Record{}) && !record.Identifies(m) && !record.IsAt(m) {
+		return
+	}
+
+	next := noderecord.Record{Address: m.Endpoint, NodeID: noderecord.Fingerprint(m.NodeID), Volume: noderecord.ID([]byte(m.EphemeralID)), IsWorker: true}
+	if next.Expires = record.Expires; next == record {
+		return
+	}
+
+	_, err := c.server.update(noderecord.FieldManager, "", name, func(node *corev1.Node) {
+		if node.Labels == nil {
+			node.Labels = map[string]string{}
+		}
+
+		for key, value := range next.ByLeader() {
+			if text, isText := value.(string); isText {
+				node.Labels[key] = text
+			} else {
+				delete(node.Labels, key)
+			}
+		}
+	})
+	require.NoError(c.t, err)
 }
 
 // ends are the stages with which machines announce their end. That they do not respond then does not pause deletions.

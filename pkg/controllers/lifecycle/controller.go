@@ -21,7 +21,8 @@
 //
 // The function decide does no I/O. The inventory keeps the last proven view of each machine, even while another machine
 // responds at the address. An announcement (resetting, shuttingDown) therefore counts until the machine publishes
-// another stage, or until its kubelet reports another boot ID: Talos always reboots after an announcement.
+// another stage, or until its kubelet reports another boot ID: Talos always reboots after an announcement. It counts only
+// from the machine and at the address that the record of the Node has (noderecord): kubelets write the other addresses.
 //
 // Two machines are the same if their SMBIOS UUIDs are equal, or without UUIDs their node IDs. Different UUIDs with the
 // same node ID are a cloned disk. An identifier that two machines had at the same time does not count. With a different
@@ -67,13 +68,15 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/internal/queue"
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
+	"github.com/talos-ccm/talos-ccm/pkg/noderecord"
 	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
 	"github.com/talos-ccm/talos-ccm/pkg/rules"
 )
 
 // Reasons of the Events on Nodes. The two about a deletion are those of k8s.io/cloud-provider.
 const (
-	// ReasonShutdown: the machine announced a shutdown and no longer responds; the Node is tainted.
+	// ReasonShutdown: the machine announced a shutdown and no longer responds; the Node is tainted, unless it was not the
+	// recorded machine.
 	// Fix: start the machine, which removes the taint.
 	ReasonShutdown = "NodeShutdown"
 	// ReasonSilent: machine and kubelet have not responded for a day, without proof that the machine is gone.
@@ -309,7 +312,7 @@ func (c *Controller) sync(ctx context.Context, nodename string) (again time.Dura
 	h := c.histories[nodename].after(node, entry, now)
 	e := c.evidence(node, entry, h)
 	v := decide(e, settings)
-	h.explained = e.moved == "" && (v.shutdown || v.proof == ProofReset || v.proof == ProofScaledDown)
+	h.explained = v.shutdown || v.proof == ProofReset && e.doubt == "" || v.proof == ProofScaledDown
 
 	if h.proof != v.proof {
 		h.proof, h.goneSince = v.proof, now
@@ -352,16 +355,15 @@ func (c *Controller) evidence(node *corev1.Node, entry inventory.Entry, h histor
 		scaledDown: nodespec.IsScaledDown(node), recorded: isResetRecorded(node),
 	}
 
-	if was, is := h.known, entry.Last; is.ControlPlane == nil && is.Endpoint != was.Endpoint && !was.HasAddress(is.Endpoint) {
-		e.moved = fmt.Sprintf("the machine announced this at %s, but was known at %s before", is.Endpoint, was.Endpoint)
-	}
+	record := noderecord.Of(node)
+	e.doubt = doubt(record, entry.Last, entry.Last)
 
 	// A machine reports its identity itself, so a compromised worker can report the identity of a machine that is down.
 	// In most networks, it cannot take the address of that machine. It can never get the label of the control plane.
 	if name := c.config.Inventory.RenamedTo(node.Name); name == entry.Responding {
 		successor, err := c.lister.Get(name)
 		if err == nil && (nodespec.IsControlPlane(successor) || !nodespec.IsControlPlane(node)) {
-			e.renamedTo = name
+			e.renamedTo, e.renameDoubt = name, doubt(record, entry.Last, c.config.Inventory.Get(name).Last)
 		}
 	}
 
@@ -374,6 +376,23 @@ func (c *Controller) evidence(node *corev1.Node, entry inventory.Entry, h histor
 	}
 
 	return e
+}
+
+// doubt explains why what a machine announces does not count; empty if it counts, or if no machine has responded. last is
+// the last machine that responded under the Node's name: announcer is the same, or has a new name. A kubelet can have
+// another machine dialed for its Node, except for a control-plane Node.
+func doubt(record noderecord.Record, last, announcer machine.Machine) string {
+	switch {
+	case last.Nodename == "", !record.Address.IsValid() && announcer.ControlPlane != nil:
+	case !record.Address.IsValid():
+		return "no address of the machine is recorded"
+	case !record.IsAt(announcer):
+		return fmt.Sprintf("the machine responded at %s, and %s is recorded", announcer.Endpoint, record.Address)
+	case record.Contradicts(last), record.Volume != "" && last.EphemeralID == "":
+		return fmt.Sprintf("the machine at %s does not have the recorded EPHEMERAL volume", announcer.Endpoint)
+	}
+
+	return ""
 }
 
 // restriction names a label or a taint that only an administrator can have set and that a new Node would not have; empty
@@ -417,6 +436,9 @@ func (v verdict) problems(blocked *events.Problem, unresponsiveFor time.Duration
 	switch {
 	case v.shutdown:
 		list = append(list, events.Problem{Reason: ReasonShutdown, Message: "Machine announced that it is shutting down and no longer responds"})
+	case v.doubt != "":
+		list = append(list, events.Problem{Reason: ReasonShutdown, Message: "Node is not tainted although a machine announced that it is shutting down: " +
+			v.doubt + "; if it is off, taint the node with " + corev1.TaintNodeOutOfService + ", or delete the node"})
 	case v.proof == "" && unresponsiveFor >= unresponsivePeriod:
 		list = append(list, events.Problem{
 			Reason:  ReasonSilent,
@@ -424,7 +446,7 @@ func (v verdict) problems(blocked *events.Problem, unresponsiveFor time.Duration
 		})
 	}
 
-	if v.proof != "" {
+	if v.proof != "" && v.weakness == "" {
 		list = append(list, events.Problem{
 			Reason: ReasonGone, Subject: string(v.proof),
 			Message: fmt.Sprintf("Machine is gone: %s; the node is deleted after %s unless it becomes ready", v.message, v.period),
@@ -448,7 +470,7 @@ func (c *Controller) blocked(node *corev1.Node, v verdict, s config.CompiledLife
 	if v.weakness != "" {
 		return &events.Problem{
 			Reason:  ReasonDeletionPaused,
-			Message: fmt.Sprintf("Node is not deleted, because only the machine reports that it is gone: %s; to delete it, run kubectl delete node %s; %s", v.weakness, node.Name, v.message),
+			Message: fmt.Sprintf("Node is not deleted, because only a machine reports that it is gone: %s; to delete it, run kubectl delete node %s; %s", v.weakness, node.Name, v.message),
 		}
 	}
 

@@ -9,6 +9,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/siderolabs/talos/pkg/machinery/constants"
 	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
@@ -97,21 +98,6 @@ func histories() map[string]history {
 			w.notReady("w-1")
 			w.advance(grace + tick)
 			check("after the grace period", deleted("w-1"), deleted("w-1"))
-		}),
-		"reset that a machine at another address announces": never(func(w *world) {
-			last := w.entry("w-1").Last
-			w.powerOff("w-1")
-			w.addMachine("impostor")
-			require.NoError(w, w.machines["impostor"].SetIdentity(w.Context(), last.NodeID, last.UUID()))
-			w.rename("impostor", "w-1")
-			w.address("w-1", w.machines["impostor"].Address().String())
-			w.await("w-1", inventory.Current)
-			require.NoError(w, w.machines["impostor"].SetStage(w.Context(), runtime.MachineStageResetting))
-			ctest.Eventually(w, "the stage is known", func() bool { return w.entry("w-1").Last.Stage == runtime.MachineStageResetting })
-			require.NoError(w, w.machines["impostor"].Stop(w.Context()))
-			w.await("w-1", inventory.Unreachable)
-			w.advance(time.Hour)
-			w.awaitEvent(lifecycle.ReasonDeletionPaused)
 		}),
 		"reset of a machine whose Node an administrator restricts": changing(func(w *world, check checkFunc) {
 			restrictions := map[string]string{
@@ -207,6 +193,21 @@ func histories() map[string]history {
 			w.await("w-1", inventory.Unreachable)
 			w.advance(time.Hour)
 		}),
+		"move to another address, and a shutdown and a reset there": changing(func(w *world, check checkFunc) {
+			last := w.entry("w-1").Last
+			w.impersonate("moved")
+			require.NoError(w, w.machines["moved"].FormatVolume(w.Context(), constants.EphemeralPartitionLabel, last.EphemeralID))
+			w.rename("moved", "w-1")
+			w.await("w-1", inventory.Current)
+			w.record("w-1", w.entry("w-1").Last)
+			w.announceAs("moved", "w-1", runtime.MachineStageShuttingDown)
+			w.waitForIdle()
+			check("after the shutdown", outcome{shutdown: []string{"w-1"}}, outcome{shutdown: []string{"w-1"}})
+			w.boot("moved", "w-1", runtime.MachineStageRunning)
+			w.announceAs("moved", "w-1", runtime.MachineStageResetting)
+			w.advance(grace + tick)
+			check("after the reset", deleted("w-1"), deleted("w-1"))
+		}),
 		"instance re-created under its name": never(func(w *world) {
 			w.powerOff("w-1")
 			w.advance(grace)
@@ -269,16 +270,6 @@ func histories() map[string]history {
 			w.register("clone", w.machines["clone"].Address())
 			w.await("clone", inventory.Current)
 			w.ready("clone")
-			w.advance(time.Hour)
-		}),
-		"same identity with a new name at another address": never(func(w *world) {
-			w.powerOff("w-1")
-			last := w.entry("w-1").Last
-			w.addMachine("new")
-			require.NoError(w, w.machines["new"].SetIdentity(w.Context(), last.NodeID, last.UUID()))
-			w.register("new", w.machines["new"].Address())
-			w.await("new", inventory.Current)
-			w.ready("new")
 			w.advance(time.Hour)
 		}),
 		"swap of two addresses": never(func(w *world) {
@@ -391,6 +382,84 @@ func histories() map[string]history {
 	}
 }
 
+// attacks are histories in which a machine that is not the recorded one announces what would have the Node of w-1 deleted
+// or tainted, while the machine of w-1 is down.
+func attacks() map[string]history {
+	list := map[string]history{}
+
+	for name, reason := range map[string]string{"reset": lifecycle.ReasonDeletionPaused, "shutdown": lifecycle.ReasonShutdown} {
+		for before, prepare := range map[string]func(w *world){
+			"": func(*world) {}, " after a change of leader": (*world).lead, " for a Node without a record": func(w *world) { w.unrecord("w-1") },
+			" for such a Node after a change of leader": func(w *world) { w.unrecord("w-1"); w.lead() },
+		} {
+			list[name+" at another address"+before] = never(func(w *world) {
+				w.impersonate("impostor")
+				prepare(w)
+				w.rename("impostor", "w-1")
+				w.await("w-1", inventory.Current)
+				w.announceAs("impostor", "w-1", stages[name])
+				w.advance(time.Hour)
+				w.awaitEventOn("w-1", reason)
+			})
+		}
+
+		list[name+" at the recorded address by another machine"] = never(func(w *world) {
+			w.powerOff("w-1")
+			w.lead()
+			require.NoError(w, w.machines["w-1"].FormatVolume(w.Context(), constants.EphemeralPartitionLabel, "volume of impostor"))
+			w.boot("w-1", "w-1", runtime.MachineStageRunning)
+			w.announceAs("w-1", "w-1", stages[name])
+			w.advance(time.Hour)
+			w.awaitEventOn("w-1", reason)
+		})
+	}
+
+	for of, prepare := range map[string]func(w *world){
+		"Node": func(*world) {}, "Node without a record": func(w *world) { w.unrecord("w-1") },
+		"Node after a change of leader": func(w *world) {
+			w.lead()
+			w.rename("evil", "w-1")
+			w.await("w-1", inventory.Current)
+			w.rename("evil", "evil")
+		},
+	} {
+		list["rename at another address of a "+of] = never(func(w *world) {
+			w.impersonate("evil")
+			prepare(w)
+			w.register("evil", w.machines["evil"].Address())
+			w.await("evil", inventory.Current)
+			w.await("w-1", inventory.Mismatch)
+			w.advance(time.Hour)
+			w.awaitEventOn("w-1", lifecycle.ReasonDeletionPaused)
+		})
+	}
+
+	return list
+}
+
+var stages = map[string]runtime.MachineStage{"reset": runtime.MachineStageResetting, "shutdown": runtime.MachineStageShuttingDown}
+
+// impersonate powers off the machine of w-1, adds another one with its identity, and makes the Node list the address of that.
+func (w *world) impersonate(name string) {
+	w.Helper()
+
+	last := w.entry("w-1").Last
+	w.powerOff("w-1")
+	w.addMachine(name)
+	require.NoError(w, w.machines[name].SetIdentity(w.Context(), last.NodeID, last.UUID()))
+	w.address("w-1", w.machines[name].Address().String())
+}
+
+// announceAs sets the stage of a machine that responds under a nodename, and powers it off.
+func (w *world) announceAs(name, nodename string, stage runtime.MachineStage) {
+	w.Helper()
+	require.NoError(w, w.machines[name].SetStage(w.Context(), stage))
+	ctest.Eventually(w, "the stage is known", func() bool { return w.entry(nodename).Last.Stage == stage })
+	require.NoError(w, w.machines[name].Stop(w.Context()))
+	w.await(nodename, inventory.Unreachable)
+	w.notReady(nodename)
+}
+
 // address changes the address of a Node, as its kubelet does.
 func (w *world) address(name, ip string) {
 	w.Helper()
@@ -398,7 +467,10 @@ func (w *world) address(name, ip string) {
 }
 
 func TestController_Histories(t *testing.T) {
-	for name, history := range histories() {
+	list := histories()
+	maps.Copy(list, attacks())
+
+	for name, history := range list {
 		for _, variant := range []struct {
 			name     string
 			settings config.CompiledLifecycle

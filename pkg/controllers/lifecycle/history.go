@@ -9,7 +9,6 @@ import (
 	"k8s.io/utils/clock"
 
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
-	"github.com/talos-ccm/talos-ccm/pkg/machine"
 )
 
 // maxGap is the longest interval between two observations that counts in full.
@@ -45,8 +44,6 @@ type history struct {
 	uid types.UID
 	// bootID is the boot ID that the kubelet had reported when the machine last responded.
 	bootID string
-	// known is the machine as it was when it responded first.
-	known machine.Machine
 	// respondedAt is when the machine last responded or its kubelet last reported.
 	respondedAt time.Duration
 	// proof has held since goneSince without interruption; empty if there is none.
@@ -64,10 +61,6 @@ type history struct {
 func (h history) after(node *corev1.Node, entry inventory.Entry, now time.Duration) history {
 	if h.uid != node.UID {
 		h = history{uid: node.UID, bootID: node.Status.NodeInfo.BootID, respondedAt: now}
-	}
-
-	if h.known.Nodename == "" {
-		h.known = entry.Last
 	}
 
 	if entry.Condition == inventory.Current {

@@ -3,6 +3,7 @@ package lifecycle_test
 import (
 	"context"
 	"crypto/rand"
+	"encoding/json"
 	"fmt"
 	"maps"
 	"net/netip"
@@ -14,6 +15,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/siderolabs/talos/pkg/machinery/constants"
 	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
 	"github.com/stretchr/testify/require"
 	corev1 "k8s.io/api/core/v1"
@@ -33,6 +35,7 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/controllers/lifecycle"
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
+	"github.com/talos-ccm/talos-ccm/pkg/noderecord"
 	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
 	"github.com/talos-ccm/talos-ccm/pkg/rules"
 	"github.com/talos-ccm/talos-ccm/pkg/talostest"
@@ -107,7 +110,43 @@ func newWorld(t *testing.T, settings config.CompiledLifecycle, names ...string) 
 
 	w.lead()
 
+	for _, name := range names {
+		w.await(name, inventory.Current)
+		w.record(name, w.entry(name).Last)
+	}
+
 	return w
+}
+
+// record records a machine for the Node of a worker, as the leader does.
+func (w *world) record(name string, m machine.Machine) {
+	w.Helper()
+
+	record := noderecord.Record{
+		Credential: noderecord.ID([]byte(name)), Address: m.Endpoint, IsWorker: true,
+		NodeID: noderecord.Fingerprint(m.NodeID), Volume: noderecord.ID([]byte(m.EphemeralID)),
+	}
+	w.setLabels(name, record.ByLeader())
+}
+
+// unrecord removes the record of a Node.
+func (w *world) unrecord(name string) {
+	w.Helper()
+
+	labels := noderecord.Labels{}
+	for key := range (noderecord.Record{}).ByLeader() {
+		labels[key] = nil
+	}
+
+	w.setLabels(name, labels)
+}
+
+func (w *world) setLabels(name string, labels noderecord.Labels) {
+	w.Helper()
+
+	patch, err := json.Marshal(map[string]any{"metadata": map[string]any{"labels": labels}})
+	require.NoError(w, err)
+	w.patch(name, string(patch))
 }
 
 // node returns the full name of a Node.
@@ -121,6 +160,7 @@ func (w *world) addMachine(name string) {
 
 	m := w.Machine(talostest.MachineSpec{Nodename: w.node(name)})
 	require.NoError(w, m.SetIdentity(w.Context(), rand.Text(), newUUID()))
+	require.NoError(w, m.FormatVolume(w.Context(), constants.EphemeralPartitionLabel, "volume of "+name))
 	w.machines[name] = m
 }
 
@@ -408,6 +448,12 @@ func (w *world) events(reason string) []string {
 func (w *world) awaitEvent(reason string) {
 	w.Helper()
 	ctest.Eventually(w, "Event "+reason, func() bool { return len(w.events(reason)) > 0 })
+}
+
+// awaitEventOn waits for an Event on a Node.
+func (w *world) awaitEventOn(name, reason string) {
+	w.Helper()
+	w.AwaitEvent(w.node(name), reason)
 }
 
 // nodes is an informer that records what the worker of the controller processes.

@@ -44,8 +44,9 @@ type evidence struct {
 	scaledDown bool
 	// renamedTo is the new nodename of the machine, which responds at the Node's address; empty if it was not renamed.
 	renamedTo string
-	// moved explains where the machine responded last, if it was known at another address before.
-	moved string
+	// doubt explains why the stage that the machine announced last does not count, and renameDoubt why the new nodename does
+	// not; each is empty if it counts.
+	doubt, renameDoubt string
 	// restricted names a label or taint of the Node that a machine must not be able to remove; empty if there is none.
 	restricted string
 	// absent explains which control-plane machines do not see the machine as a member; empty if it may be a member.
@@ -64,7 +65,9 @@ type verdict struct {
 	proof   Proof
 	message string
 	period  time.Duration
-	// weakness is why the proof does not suffice: only the machine itself reports that it is gone. Empty if it suffices.
+	// doubt is why the Node is not tainted although a machine announced a shutdown; empty if no machine did.
+	doubt string
+	// weakness is why the proof does not suffice: only a machine reports that it is gone. Empty if it suffices.
 	weakness string
 }
 
@@ -81,7 +84,11 @@ func decide(e evidence, s config.CompiledLifecycle) verdict {
 	}
 
 	v := e.announced()
-	v.shutdown, v.period = last.Stage == runtime.MachineStageShuttingDown && !e.booted && e.moved == "", s.GracePeriod
+	v.period = s.GracePeriod
+
+	if last.Stage == runtime.MachineStageShuttingDown && !e.booted {
+		v.shutdown, v.doubt = e.doubt == "", e.doubt
+	}
 
 	if (v.proof == "" || v.weakness != "") && s.Discovery && e.absent != "" && e.entry.Condition != inventory.Unknown {
 		v.proof, v.period, v.weakness = ProofDiscovery, s.AbsentPeriod, ""
@@ -99,10 +106,10 @@ func (e evidence) announced() (v verdict) {
 	case e.scaledDown && e.entry.Condition != inventory.Unknown:
 		v.proof, v.message = ProofScaledDown, "machine does not respond, and Cluster Autoscaler has marked the node for deletion"
 	case last.Stage == runtime.MachineStageResetting && !e.booted, e.recorded && last.Nodename == "" && e.entry.Condition != inventory.Unknown:
-		v.proof, v.weakness = ProofReset, cmp.Or(e.moved, e.restricted)
+		v.proof, v.weakness = ProofReset, cmp.Or(e.doubt, e.restricted)
 		v.message = fmt.Sprintf("machine (%s) announced that it is being reset and no longer responds", last.Identity())
 	case e.renamedTo != "":
-		v.proof, v.weakness = ProofRenamed, e.restricted
+		v.proof, v.weakness = ProofRenamed, cmp.Or(e.renameDoubt, e.restricted)
 		v.message = fmt.Sprintf("machine (%s) responds with nodename %q now", last.Identity(), e.renamedTo)
 	}
 
