@@ -1,10 +1,11 @@
 // Package claims holds the owners of names and addresses.
 //
-// A machine claims the names and addresses that it reports, and a Node those that it lists. The inventory sets the claims
-// of machines, and the controller of CSRs those of Nodes. One lock covers all claims, so that a name or address has an
+// A machine claims the names and addresses that it reports, and a Node those that it lists, and the addresses in its record
+// (package noderecord). The inventory sets the claims of machines, and the controller of CSRs those of Nodes. One lock covers all claims, so that a name or address has an
 // owner at each moment of a deletion. A claim ends
 //   - Retention after a machine stopped reporting the value;
 //   - at once if a Node stops listing the value, because kubelets write their Nodes;
+//   - at once if the record of a Node no longer has the address, which no kubelet can change;
 //   - Retention after the Node was deleted, for all that it listed and its machine reported: the machine may still run, and
 //     its kubelet does not register the Node again until it restarts.
 //
@@ -25,6 +26,7 @@ import (
 	"k8s.io/apimachinery/pkg/util/sets"
 
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
+	"github.com/talos-ccm/talos-ccm/pkg/noderecord"
 	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
 )
 
@@ -55,8 +57,8 @@ type Claims struct {
 type owner struct {
 	nodename string
 	node     *corev1.Node         // nil for a machine
-	endpoint netip.Addr           // at which the machine responded
-	live     []string             // what the machine reports (at least its nodename), or what the Node lists
+	machine  machine.Machine      // as it last responded
+	live     []string             // what the machine reports (at least its nodename), or what the Node lists or its record has
 	ended    map[string]time.Time // when claims end to what the machine no longer reports
 	until    time.Time            // when the claims of a deleted Node end, except those in ended; zero for all others
 
@@ -88,7 +90,7 @@ func (c *Claims) SetMachine(nodename string, m machine.Machine) {
 		o.isDeleted = false
 	}
 
-	o.endpoint = m.Endpoint
+	o.machine = m
 	c.replace(o, reported)
 }
 
@@ -99,7 +101,7 @@ func (c *Claims) SetNode(node *corev1.Node) {
 
 	o := ownerOf(c.nodes, node.Name)
 	o.node = node
-	c.replace(o, ListedBy(node))
+	c.replace(o, append(ListedBy(node), RecordedFor(node)...))
 }
 
 // DeleteNode replaces the claims of a Node that exists with those of a deleted Node.
@@ -113,7 +115,7 @@ func (c *Claims) DeleteNode(node *corev1.Node) {
 	delete(c.nodes, node.Name)
 	c.deleted = append(c.deleted, o)
 
-	listed, reported := ListedBy(node), m.last
+	listed, reported := append(ListedBy(node), RecordedFor(node)...), m.last
 	if len(reported) == 0 {
 		reported, m.isDeleted = m.live, len(m.live) > 0
 	}
@@ -271,7 +273,8 @@ func (o *owner) blocks(by Requester, subject string, until, now time.Time) bool 
 // contradicts reports whether the machine of a Node has responded and did not report a value that the Node lists. Kubelets
 // write their Nodes. But an attacker who took over the Node's address could respond in place of the machine and omit
 // values. Therefore, nothing contradicts the kubelet's node IP of the IP family that was not dialed. The dialed one is the
-// endpoint, which counts as reported.
+// endpoint, which counts as reported. Only the recorded machine contradicts the record of its Node, and no machine that of
+// a control-plane Node.
 func (c *Claims) contradicts(o *owner, subject string) bool {
 	m := c.machines[o.nodename]
 	if o.node == nil || m == nil || len(m.live) == 0 {
@@ -282,10 +285,14 @@ func (c *Claims) contradicts(o *owner, subject string) bool {
 		return false
 	}
 
-	provided := nodespec.ProvidedNodeIPs(o.node)
-	i := slices.IndexFunc(provided, func(addr netip.Addr) bool { return addr.Is4() != m.endpoint.Is4() })
+	if slices.Contains(RecordedFor(o.node), subject) {
+		return noderecord.Of(o.node).Identifies(m.machine) && !nodespec.IsControlPlane(o.node)
+	}
 
-	return i < 0 || !m.endpoint.IsValid() || machine.CanonicalAddress(provided[i]) != subject
+	provided, endpoint := nodespec.ProvidedNodeIPs(o.node), m.machine.Endpoint
+	i := slices.IndexFunc(provided, func(addr netip.Addr) bool { return addr.Is4() != endpoint.Is4() })
+
+	return i < 0 || !endpoint.IsValid() || machine.CanonicalAddress(provided[i]) != subject
 }
 
 // ReportedBy returns the other nodenames with machines that report a name or an address, given in canonical form, as far
@@ -341,6 +348,19 @@ func ListedBy(node *corev1.Node) []string {
 	}
 
 	return list[:min(len(list), maxValues)]
+}
+
+// RecordedFor returns the addresses in the record of a Node, in canonical form.
+func RecordedFor(node *corev1.Node) (list []string) {
+	record := noderecord.Of(node)
+
+	for _, addr := range []netip.Addr{record.Address, record.OtherAddress} {
+		if addr.IsValid() {
+			list = append(list, machine.CanonicalAddress(addr))
+		}
+	}
+
+	return list
 }
 
 // addressesOf returns the addresses that m reports as its own, and the address at which it responds, in canonical form. It

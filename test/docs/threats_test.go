@@ -133,6 +133,10 @@ var threats = map[string][]threat{
 		{"the same, with root on a worker that responds for that Node", "TestController_UUIDOfPendingNodeOnlyDelays TestController_NeverAssignsProviderIDOfKnownNode"},
 		{"stop the deletion of Nodes with more Nodes than there are machines", "TestController_Histories"},
 		{"the same, to keep `TalosReady` from becoming Unknown", "TestConditions_MostMachinesRespondUnlessMoreThanHalfAreUnreachable"},
+		{
+			"get the address of a machine that is down, whose Node it empties or has another machine answer for, also after a change of leader",
+			"TestController_KeepsRecordedAddressesOfMachineThatIsDown TestClaims_OfRecordedAddresses",
+		},
 		{"have an operator accept its certificate", "TestPinning_Warns"},
 	},
 	"Others": {

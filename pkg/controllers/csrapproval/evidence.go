@@ -117,16 +117,20 @@ func (c *Controller) ownersOf(subject string, by claims.Requester, policies map[
 }
 
 // assigns reports whether the configuration assigns a name or an address to a Node, or may have done so: the inventory
-// may have forgotten the machine, of which that can depend.
+// may have forgotten the machine, of which that can depend. A machine that does not respond keeps its recorded addresses.
 func (c *Controller) assigns(node *corev1.Node, subject string, policies map[string]csrpolicy.Policy) bool {
+	entry := c.cfg.Inventory.Get(node.Name)
+	if entry.Condition != inventory.Current && slices.Contains(claims.RecordedFor(node), subject) {
+		return true
+	}
+
 	policy, evaluated := policies[node.Name]
 	if !evaluated {
-		last := c.cfg.Inventory.Get(node.Name).Last
-		if last.Nodename == "" {
+		if entry.Last.Nodename == "" {
 			return true
 		}
 
-		policy = c.cfg.Policy(node, last)
+		policy = c.cfg.Policy(node, entry.Last)
 		policies[node.Name] = policy
 	}
 

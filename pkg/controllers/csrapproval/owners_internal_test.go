@@ -15,6 +15,7 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/csrpolicy"
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
+	"github.com/talos-ccm/talos-ccm/pkg/noderecord"
 )
 
 // newOwnersController returns a controller with a Node "other", whose machine does not report the addresses and names that
@@ -92,6 +93,31 @@ func TestController_CountsListedValueIfMachineWasForgotten(t *testing.T) {
 	assert.False(t, c.assigns(contradicted[0], "10.0.0.1", map[string]csrpolicy.Policy{}))
 	c.cfg.Inventory.Forget("other")
 	assert.True(t, c.assigns(contradicted[0], "10.0.0.1", map[string]csrpolicy.Policy{}))
+}
+
+// The recorded machine reported another address before it went silent.
+func TestController_CountsRecordedAddressUnlessMachineResponds(t *testing.T) {
+	c := newOwnersController(func() csrpolicy.Policy { return csrpolicy.Policy{} })
+	m := machine.Machine{Nodename: "other", EphemeralID: "volume", Endpoint: netip.MustParseAddr("10.0.0.9")}
+	recorded := node("other")
+	recorded.Labels = map[string]string{}
+
+	for key, value := range (noderecord.Record{Address: netip.MustParseAddr("10.0.0.1"), Volume: noderecord.ID([]byte("volume"))}).ByLeader() {
+		if text, ok := value.(string); ok {
+			recorded.Labels[key] = text
+		}
+	}
+
+	c.nodeChanged(nil, recorded)
+
+	owners := func() map[string]time.Time { return c.ownersOf("10.0.0.1", requesting, map[string]csrpolicy.Policy{}) }
+	assert.Contains(t, owners(), "other")
+
+	c.cfg.Inventory.Replace("other", m)
+	assert.Empty(t, owners())
+
+	c.cfg.Inventory.MarkUnreachable("other", "gone")
+	assert.Contains(t, owners(), "other")
 }
 
 func TestController_KeepsClaimsOfDeletedNode(t *testing.T) {

@@ -1,6 +1,7 @@
 package csrapproval_test
 
 import (
+	"encoding/json"
 	"fmt"
 	"net/netip"
 	"strings"
@@ -8,15 +9,22 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
+	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/client-go/kubernetes"
+	cloudproviderapi "k8s.io/cloud-provider/api"
 	"k8s.io/utils/clock"
 
+	"github.com/talos-ccm/talos-ccm/pkg/claims"
 	"github.com/talos-ccm/talos-ccm/pkg/controllers/csrapproval"
 	"github.com/talos-ccm/talos-ccm/pkg/csrpolicy"
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
+	"github.com/talos-ccm/talos-ccm/pkg/noderecord"
+	"github.com/talos-ccm/talos-ccm/test/ctest"
 	"github.com/talos-ccm/talos-ccm/test/kube"
 )
 
@@ -104,6 +112,108 @@ func TestController_KeepsAddressesOfReregisteredNode(t *testing.T) {
 	name := s.post(attacker, request{ips: []netip.Addr{victim.addr}})
 	s.awaitDeferred(name, csrpolicy.CodeOwnedByOthers)
 	s.assertPending(name)
+}
+
+// record records a worker's machine with the addresses of both IP families, as the leader does.
+func (s suite) record(w worker, other netip.Addr) {
+	s.Helper()
+
+	m := s.main.Inventory.Get(w.name).Machine
+	patch, err := json.Marshal(map[string]any{"metadata": map[string]any{"labels": noderecord.Record{
+		NodeID: noderecord.Fingerprint(m.NodeID), Volume: noderecord.ID([]byte(m.EphemeralID)), Address: w.addr, OtherAddress: other,
+	}.ByLeader()}})
+	require.NoError(s, err)
+	s.PatchNode(w.name, noderecord.FieldManager, string(patch))
+}
+
+// With the credentials of the kubelet, which a bootstrap token obtains, an attacker removes what the Node of a machine that
+// is down lists, and maybe has another machine answer for it. The next leader has not seen the machine.
+func TestController_KeepsRecordedAddressesOfMachineThatIsDown(t *testing.T) {
+	for name, test := range map[string]struct {
+		join     func(suite) worker
+		answered bool
+	}{
+		"control plane":                {suite.secondControlPlane, false},
+		"worker":                       {func(s suite) worker { return s.known() }, false},
+		"worker, and another responds": {func(s suite) worker { return s.known() }, true},
+	} {
+		t.Run(name, func(t *testing.T) {
+			s := alone(t)
+			victim, attacker := test.join(s), s.known()
+			other := netip.AddrFrom16([16]byte{0: 0xfd, 14: victim.addr.As4()[2], 15: victim.addr.As4()[3]})
+			s.format(victim, "volume of "+victim.name)
+			s.report(victim, "eth0", other)
+			s.restart() // it reads the volume
+			s.awaitMachine(victim.name, "with its volume", func(m machine.Machine) bool { return m.EphemeralID != "" && m.HasAddress(other) })
+			s.record(victim, other)
+			require.NoError(t, victim.machine.Stop(t.Context()))
+
+			impostor := s.boot(s.plan())
+			require.NoError(t, impostor.machine.SetNodename(t.Context(), victim.name))
+			s.restart()
+
+			if test.answered {
+				s.move(victim, impostor.addr)
+				s.awaitCondition(victim.name, inventory.Current)
+			} else {
+				s.awaitCondition(victim.name, inventory.Unreachable)
+			}
+
+			s.unlist(victim)
+
+			for _, addr := range []netip.Addr{victim.addr, other} {
+				s.takeAddress(attacker, addr)
+				name := s.post(attacker, request{ips: []netip.Addr{addr}})
+				s.awaitDeferred(name, csrpolicy.CodeOwnedByOthers)
+				s.assertPending(name)
+			}
+		})
+	}
+}
+
+// A worker that is off keeps its address until its Node is deleted. A new worker gets the DHCP lease: its Node lists the
+// node IP, but its kubelet gets no certificate for it before.
+func TestController_InitializesMachineAtRecordedAddressOfAnother(t *testing.T) {
+	s := alone(t)
+
+	old, next := s.known(), s.plan()
+	require.NoError(t, old.machine.Stop(t.Context()))
+	s.record(worker{name: old.name, addr: next.addr}, netip.Addr{})
+
+	next = s.boot(next)
+	s.register(next)
+	s.AwaitNode(next.name, ctest.Initialized)
+
+	name := s.post(next, request{})
+	s.awaitDeferred(name, csrpolicy.CodeOwnedByOthers)
+	s.unlist(old)
+	s.restart()
+	s.assertPending(name)
+	assert.Contains(t, s.Node(next.name).Status.Addresses, corev1.NodeAddress{Type: corev1.NodeInternalIP, Address: next.addr.String()})
+
+	s.Remove(old.name)
+	s.restart()
+	s.awaitIssued(name)
+}
+
+// unlist removes all addresses from a Node, as its kubelet can.
+func (s suite) unlist(w worker) {
+	s.Helper()
+
+	kubelet, err := kubernetes.NewForConfig(s.Kube.KubeletConfig(w.name))
+	require.NoError(s, err)
+
+	empty := fmt.Appendf(nil, `{"metadata":{"annotations":{%q:null}},"status":{"addresses":null}}`, cloudproviderapi.AnnotationAlphaProvidedIPAddr)
+	for _, subresources := range [][]string{nil, {"status"}} {
+		_, err = kubelet.CoreV1().Nodes().Patch(s.Context(), w.name, types.MergePatchType, empty, metav1.PatchOptions{}, subresources...)
+		require.NoError(s, err)
+	}
+
+	s.eventually("the Node in the cache lists nothing", func() bool {
+		node, err := s.main.Nodes.Lister().Get(w.name)
+
+		return err == nil && len(claims.ListedBy(node)) == 1
+	})
 }
 
 // An autoscaler gives the address of a deleted instance to a new one. Whether the old machine still runs does not

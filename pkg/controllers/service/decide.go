@@ -277,7 +277,8 @@ func (s *snapshot) prepare() {
 
 	for _, c := range s.nodes {
 		if nodespec.IsControlPlane(c.node) {
-			s.reserved.Insert(noderecord.Of(c.node).Address) // the machine may not have responded yet
+			record := noderecord.Of(c.node)
+			s.reserved.Insert(record.Address, record.OtherAddress) // the machine may not have responded yet
 
 			for _, a := range c.entry.Last.Addresses {
 				if a.Link != machine.LinkIPVS { // these are of other machines

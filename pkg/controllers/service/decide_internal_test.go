@@ -580,6 +580,7 @@ func TestDecide_OmitsAddressesThatAWorkerCannotHave(t *testing.T) {
 	down := controlPlane
 	down.node, down.entry = controlPlane.node.DeepCopy(), inventory.Entry{}
 	down.node.Labels[noderecord.LabelAddress] = "10.0.0.12"
+	down.node.Labels[noderecord.LabelAddressOther] = "10.0.0.13"
 
 	kubernetes := newService("kubernetes")
 	kubernetes.Spec.Type, kubernetes.Spec.ClusterIPs = corev1.ServiceTypeClusterIP, []string{"10.96.0.1"}
@@ -601,6 +602,7 @@ func TestDecide_OmitsAddressesThatAWorkerCannotHave(t *testing.T) {
 		"on link kube-ipvs0 of a machine":         {"203.0.113.9", true, true},
 		"control-plane machine":                   {"10.0.0.11", false, true},
 		"control-plane machine that is down":      {"10.0.0.12", false, true},
+		"other address of such a machine":         {"10.0.0.13", false, true},
 		"cluster endpoint":                        {"203.0.113.1", false, true},
 		"cluster endpoint as IPv4-mapped address": {"203.0.113.2", false, true},
 		"virtual IP":                              {"203.0.113.3", false, true},
