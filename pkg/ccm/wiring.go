@@ -154,11 +154,9 @@ func (m *Manager) controlWithFacts(ctx context.Context, conn connection, exceede
 
 	group.Go(func() { m.limitMemory(ctx, nodes.Lister(), exceeded) })
 	group.Go(func() { m.trackLocal(ctx, refl) })
-
-	for _, run := range []func(context.Context){refl.Run, records.Run, controlPlane.Run} {
-		group.Go(func() { run(ctx) })
-	}
-
+	group.Go(func() { refl.Run(ctx) })
+	group.Go(func() { records.Run(ctx) })
+	group.Go(func() { controlPlane.Run(ctx) })
 	factory.Start(ctx.Done())
 
 	<-ctx.Done()
