@@ -16,6 +16,7 @@ import (
 	"github.com/stretchr/testify/require"
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/client-go/tools/record"
+	cloudproviderapi "k8s.io/cloud-provider/api"
 	"k8s.io/utils/clock"
 
 	"github.com/talos-ccm/talos-ccm/pkg/config"
@@ -42,7 +43,18 @@ type installation struct {
 	on                 bool
 	split              bool // from the controller
 	mute               bool // its kubelet cannot reach the API server
+	moved              bool // to another address
 	then               []func()
+}
+
+// shutdown is the announcement of a shutdown by the recorded machine of a Node, which a leader has seen.
+type shutdown struct {
+	leader  *instance
+	machine *installation
+	// moved is true if the machine responded at another address before.
+	moved bool
+	// off counts the ticks since it is known that the machine is off.
+	off int
 }
 
 // cluster has the installations and Nodes that exist, independently of what the lifecycle controller observes.
@@ -54,6 +66,8 @@ type cluster struct {
 	heartbeat     map[string]time.Time // of Nodes
 	bootID        map[string]string    // of Nodes
 	working       map[string]bool      // Nodes that were ready a tick ago, and whose machines ran
+	forged        map[string]int       // for how many more ticks an attacker reports that the Nodes are ready
+	shutdowns     map[string]*shutdown // by Node, as far as the leader knows
 	jumped        atomic.Int64         // of the clock of the controller
 	// monitorGrace is the time after which Kubernetes marks the Node of a kubelet that does not report.
 	monitorGrace time.Duration
@@ -63,11 +77,14 @@ type cluster struct {
 // The cluster decides by the installations that exist, not by the view of the controller. Discovery is disabled: it
 // deletes the Nodes of machines that exist, but have been off for an hour.
 func TestLifecycle_RandomHistories(t *testing.T) {
-	deleted, lost, working := 0, 0, 0
+	deleted, lost, working, moved := 0, 0, 0, 0
 
 	for seed := *first; seed < *first+*histories && !t.Failed(); seed++ {
 		s := run(t, seed, func(s *simulation) {
-			c := &cluster{simulation: s, address: map[string]int{}, heartbeat: map[string]time.Time{}, bootID: map[string]string{}, working: map[string]bool{}}
+			c := &cluster{
+				simulation: s, address: map[string]int{}, heartbeat: map[string]time.Time{}, bootID: map[string]string{}, working: map[string]bool{},
+				forged: map[string]int{}, shutdowns: map[string]*shutdown{},
+			}
 			s.reliable, s.checkWrite = node.Alias, s.checkConditions
 			s.controllers, s.deleting = c.controllers, c.checkDeletion
 			c.play()
@@ -76,12 +93,13 @@ func TestLifecycle_RandomHistories(t *testing.T) {
 		s.report(t, seed)
 		lost += s.counts["lost"]
 		working += s.counts["working"]
+		moved += s.counts["moved"]
 	}
 
-	t.Logf("%d histories with %d deletions, %d checks of conditions", *histories, deleted, working)
+	t.Logf("%d histories with %d deletions, %d checks of conditions, %d of machines that moved and were shut down", *histories, deleted, working, moved)
 
-	if *histories >= 20 && (deleted < int(*histories)/2 || lost == 0) && !t.Failed() {
-		t.Errorf("got only %d deletions, and %d lost replies", deleted, lost)
+	if *histories >= 20 && (deleted < int(*histories)/2 || lost == 0 || moved == 0) && !t.Failed() {
+		t.Errorf("got only %d deletions, %d lost replies, and %d checks of machines that moved", deleted, lost, moved)
 	}
 }
 
@@ -133,6 +151,7 @@ func (c *cluster) play() {
 		c.detect()
 		c.settle()
 		c.checkMaintenance()
+		c.checkShutdowns()
 	}
 }
 
@@ -156,6 +175,37 @@ func (c *cluster) checkMaintenance() {
 			c.count("working")
 			c.checkWorking("running for ten seconds", n)
 		}
+	}
+}
+
+// checkShutdowns checks that a Node has the taint for a shutdown once its leader knows that the machine is off.
+func (c *cluster) checkShutdowns() {
+	for name, s := range c.shutdowns {
+		n := c.server.nodes[name]
+		if n == nil || s.leader != c.leader || s.machine.name != name || s.machine.stage != talosruntime.MachineStageShuttingDown {
+			delete(c.shutdowns, name)
+
+			continue
+		}
+
+		s.off++
+		if s.machine.on || c.leader.inventory.Get(name).Condition == inventory.Current || nodespec.ReadyCondition(n).Status != corev1.ConditionUnknown {
+			s.off = 0
+		}
+
+		if s.off >= 3 {
+			c.checkShutdown(n, s)
+		}
+	}
+}
+
+func (c *cluster) checkShutdown(n *corev1.Node, s *shutdown) {
+	if !slices.ContainsFunc(n.Spec.Taints, func(t corev1.Taint) bool { return t.Key == cloudproviderapi.TaintNodeShutdown }) {
+		c.violate("node %s has no taint although its machine at %d was shut down (moved: %v)", n.Name, s.machine.address, s.moved)
+	}
+
+	if s.moved {
+		c.count("moved")
 	}
 }
 
@@ -249,7 +299,7 @@ func (c *cluster) change() {
 		i, other := c.installations[c.IntN(len(c.installations))], c.installations[c.IntN(len(c.installations))]
 
 		if i.on && !i.mute && i.stage == talosruntime.MachineStageRunning {
-			kind := c.IntN(14)
+			kind := c.IntN(17)
 			c.note("%d: %s at %d (other %s)", kind, i.name, i.address, other.name)
 			c.power(kind, i)
 			c.identify(kind, i, other)
@@ -342,6 +392,10 @@ func (c *cluster) identify(kind int, i, other *installation) {
 		c.bootWithin(100, i)
 	case 13: // more of the same hardware
 		c.install(c.newName(), i.uuid, c.freeAddress())
+	case 14, 15: // another address by DHCP, which the kubelet reports
+		i.address, i.moved = c.freeAddress(), true
+	case 16: // an attacker reports that the Node is ready
+		c.forged[i.name] = c.IntN(60)
 	}
 }
 
@@ -361,7 +415,7 @@ func (c *cluster) kubelets() {
 
 	for _, name := range slices.Sorted(maps.Keys(c.server.nodes)) {
 		status := corev1.ConditionTrue
-		if time.Since(c.heartbeat[name]) > c.monitorGrace {
+		if c.forged[name]--; c.forged[name] < 0 && time.Since(c.heartbeat[name]) > c.monitorGrace {
 			status = corev1.ConditionUnknown
 		}
 
@@ -401,9 +455,20 @@ func (c *cluster) detect() {
 			}
 			c.leader.inventory.Replace(name, m)
 			c.record(name, m)
+			c.observeShutdown(name, i, m)
 		default:
 			c.leader.inventory.MarkMismatch(name, i.name, "another machine")
 		}
+	}
+}
+
+// observeShutdown keeps the announcement of a shutdown by the recorded machine at its recorded address.
+func (c *cluster) observeShutdown(name string, i *installation, m machine.Machine) {
+	r := noderecord.Of(c.server.nodes[name])
+	if i.stage != talosruntime.MachineStageShuttingDown || !r.Identifies(m) || !r.IsAt(m) {
+		delete(c.shutdowns, name)
+	} else if s := c.shutdowns[name]; s == nil || s.leader != c.leader || s.machine != i {
+		c.shutdowns[name] = &shutdown{leader: c.leader, machine: i, moved: i.moved}
 	}
 }
 
