@@ -187,6 +187,7 @@ func TestServingCertificates_AreIssuedToReinstalledControlPlane(t *testing.T) {
 	eventually(t, checkStated)
 
 	issued, reinstalled := time.Now(), nodeOf(t, m).Labels[noderecord.LabelCredential]
+	signFor("8760h")
 	t.Logf("the kubelet's rotation was recorded after %s", recorded(noderecord.LabelCredential, reinstalled).Round(time.Second))
 	eventually(t, checkStated)
 	assert.Equal(t, reinstalled, nodeOf(t, m).Labels[noderecord.LabelPrevious], "previous certificate")
@@ -205,6 +206,16 @@ func TestServingCertificates_AreIssuedToReinstalledControlPlane(t *testing.T) {
 		}
 
 		return fmt.Errorf("the kubelet of %s has not requested another serving certificate", m.Name())
+	})
+
+	// Rotations would change the Node during later tests.
+	eventually(t, func(ctx context.Context) error {
+		node, err := getNode(ctx, m.Name())
+		if err == nil && time.Until(noderecord.Of(node).Expires) < time.Hour {
+			err = fmt.Errorf("the client certificate of %s expires at %s", m.Name(), noderecord.Of(node).Expires)
+		}
+
+		return err
 	})
 }
 
