@@ -53,6 +53,7 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/internal/events"
 	"github.com/talos-ccm/talos-ccm/pkg/internal/metric"
 	"github.com/talos-ccm/talos-ccm/pkg/internal/nodes"
+	"github.com/talos-ccm/talos-ccm/pkg/inventory"
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
 	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
 	"github.com/talos-ccm/talos-ccm/pkg/talosapi"
@@ -95,6 +96,7 @@ var restarts = metric.NewCounter("talosccm_watch_restarts_total",
 
 // Inventory receives the machine views.
 type Inventory interface {
+	Get(nodename string) inventory.Entry
 	Replace(nodename string, m machine.Machine)
 	MarkUnreachable(nodename, reason string)
 	MarkMismatch(nodename, responding, reason string)
@@ -359,6 +361,11 @@ func (r *Reflector) start(nodename string, addresses []netip.Addr) *task {
 			r.mu.Lock()
 			t.keep(old.share)
 			r.mu.Unlock()
+
+			// Otherwise a kubelet that changes its addresses fast enough could keep the outcome open.
+			if len(old.addresses) > 0 && !slices.Equal(old.addresses, t.addresses) && r.inventory.Get(nodename).Condition == inventory.Unknown {
+				r.inventory.MarkUnreachable(nodename, "the addresses of the Node changed before its machine responded")
+			}
 		}
 
 		r.follow(klog.NewContext(ctx, klog.LoggerWithValues(klog.FromContext(ctx), "node", nodename)), nodename, t)

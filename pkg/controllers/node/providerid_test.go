@@ -9,6 +9,7 @@ import (
 	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
+	cloudproviderapi "k8s.io/cloud-provider/api"
 
 	"github.com/talos-ccm/talos-ccm/pkg/controllers/node"
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
@@ -70,6 +71,34 @@ func TestController_IgnoresProviderIDThatKubeletRegistered(t *testing.T) {
 			}
 		})
 	}
+}
+
+// A kubelet changes the address of its Node before a dial fails.
+func TestController_IgnoresProviderIDOfNodeThatKeepsMoving(t *testing.T) {
+	s := parallel(t)
+	providerID := "hcloud://victim-of-moving"
+	victim := s.Machine(talostest.MachineSpec{Nodename: "victim-of-moving", Platform: identified("hcloud", providerID)})
+
+	addresses := make([]netip.Addr, 2)
+	for i := range addresses {
+		m := s.Machine(talostest.MachineSpec{Nodename: fmt.Sprint("silent-", i)})
+		require.NoError(t, m.BlackHole())
+		addresses[i] = m.Address()
+	}
+
+	s.Register(kube.NodeSpec{Name: "fake-moving", ProviderID: providerID, NodeIPs: addresses[:1]})
+	s.Register(ctest.NodeOf(victim))
+
+	moves := 0
+
+	ctest.Eventually(s, "the victim is initialized", func() bool {
+		moves++
+		s.PatchNode("fake-moving", "kubelet", fmt.Sprintf(`{"metadata":{"annotations":{%q:%q}},"status":{"addresses":[{"type":"InternalIP","address":%q}]}}`,
+			cloudproviderapi.AnnotationAlphaProvidedIPAddr, addresses[moves%2], addresses[moves%2]), "status")
+
+		return !nodespec.IsUninitialized(s.Node(victim.Nodename()))
+	})
+	assert.Equal(t, providerID, s.Node(victim.Nodename()).Spec.ProviderID)
 }
 
 // No kubelet can set these labels, and none can make a machine respond under the Node's name.
