@@ -142,7 +142,13 @@ func (c Credentials) isLate(certificate ClientCertificate) bool {
 // not enough: a bootstrap token obtains a client certificate for any Node.
 func (c *checker) checkCredential() {
 	id := CredentialID(c.request.csr)
-	if id == "" || !c.machineKnown() || !c.Node.managed() {
+	if !c.machineKnown() || !c.Node.managed() {
+		return
+	}
+
+	if id == "" {
+		c.record = c.reinstalled(c.Credentials.Record)
+
 		return
 	}
 
@@ -171,6 +177,16 @@ func (c *checker) checkCredential() {
 	}
 
 	c.record = record
+}
+
+// reinstalled returns the record of a worker that was reinstalled at its recorded address; the zero value for others. It is
+// for API servers before 1.32, which do not report the client certificate.
+func (c *checker) reinstalled(before noderecord.Record) noderecord.Record {
+	if c.Node != NodeWorker || before.Credential != "" || !before.IsAt(c.Machine) || !before.Contradicts(c.Machine) {
+		return noderecord.Record{}
+	}
+
+	return noderecord.Record{IsWorker: true}.Locate(c.Machine)
 }
 
 // replaces reports whether a certificate that is not recorded replaces the record, or is added to a record of the machine

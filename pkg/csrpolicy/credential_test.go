@@ -335,3 +335,26 @@ func TestRecord_FollowsRotations(t *testing.T) {
 		assert.Equal(t, got, credentials.Follow(), "%s, again", name)
 	}
 }
+
+// API servers before 1.32 do not report the client certificate.
+func TestReview_RecordsReinstalledWorkerWithoutCredential(t *testing.T) {
+	record := noderecord.Record{NodeID: noderecord.Fingerprint("id"), Volume: noderecord.ID([]byte("volume")), Address: netip.MustParseAddr("10.0.0.11"), IsWorker: true}
+
+	for volume, changes := range map[string]bool{"volume": false, "new": true} {
+		s := asks("worker-1")
+		s.evidence.Machine.NodeID, s.evidence.Machine.EphemeralID, s.evidence.Machine.Endpoint = "id", volume, record.Address
+		s.evidence.Credentials = csrpolicy.Credentials{Record: record, NodeCreated: now}
+		s.csr.Spec.Extra = nil
+
+		verdict := s.review(t)
+		assert.Equal(t, csrpolicy.Approved, verdict.Decision)
+
+		want := noderecord.Record{}
+		if changes {
+			want = record
+			want.Volume = noderecord.ID([]byte(volume))
+		}
+
+		assert.Equal(t, want, verdict.Record, volume)
+	}
+}
