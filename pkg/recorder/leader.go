@@ -158,8 +158,9 @@ func (l *Leader) next(node *corev1.Node) noderecord.Record {
 		return r
 	}
 
-	if r == (noderecord.Record{}) {
-		if kept := noderecord.Kept(l.inventory.Claims.Deleted(node), node); kept != r && !kept.Matches(m) {
+	// A record with only a node ID, which is public, is none: it could never get an address.
+	if r.Credential == "" && r.Volume == "" && !r.Address.IsValid() {
+		if kept := noderecord.Kept(l.inventory.Claims.Deleted(node), node); kept != (noderecord.Record{}) && !kept.Matches(m) {
 			return r
 		}
 

@@ -416,3 +416,26 @@ func TestLeader_ReportsMachineThatRecordCannotFollow(t *testing.T) {
 	l.PatchNode("replaced", "", `{"metadata":{"labels":{`+strings.Join(labels, ",")+`}}}`)
 	l.awaitRecord("replaced", of(replaced, "2001:db8:8::2"))
 }
+
+// Containers have no EPHEMERAL volume. A record with only a node ID must not stay when the address becomes free.
+func TestLeader_RecordsAddressWithoutVolumeOnceItIsFree(t *testing.T) {
+	l := lead(t)
+	first, second := on("", "10.40.0.1"), on("", "10.40.0.1")
+	first.NodeID, second.NodeID = "first", "second"
+
+	l.join("container-1", first)
+	l.awaitRecord("container-1", of(first, ""))
+
+	taken := of(second, "")
+	taken.Address = netip.Addr{}
+
+	l.join("container-2", second)
+	l.awaitRecord("container-2", taken)
+
+	l.Remove("container-1")
+	ctest.Eventually(l, "the address is recorded", func() bool {
+		l.touch("container-2")
+
+		return noderecord.Of(l.Node("container-2")) == of(second, "")
+	})
+}
