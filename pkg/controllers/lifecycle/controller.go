@@ -358,8 +358,9 @@ func (c *Controller) evidence(node *corev1.Node, entry inventory.Entry, h histor
 	record := noderecord.Of(node)
 	e.doubt = doubt(record, entry.Last, entry.Last)
 
-	// A machine reports its identity itself, so a compromised worker can report the identity of a machine that is down.
-	// In most networks, it cannot take the address of that machine. It can never get the label of the control plane.
+	// A machine reports its identity itself, so a compromised worker can report the identity of a machine that is down. A
+	// new name counts only at the recorded address, which an attacker must take over in the network. A worker can never get
+	// the label of the control plane.
 	if name := c.config.Inventory.RenamedTo(node.Name); name == entry.Responding {
 		successor, err := c.lister.Get(name)
 		if err == nil && (nodespec.IsControlPlane(successor) || !nodespec.IsControlPlane(node)) {

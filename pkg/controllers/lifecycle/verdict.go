@@ -101,6 +101,9 @@ func decide(e evidence, s config.CompiledLifecycle) verdict {
 // announced returns the proof that the machine, or Cluster Autoscaler, has given.
 func (e evidence) announced() (v verdict) {
 	last := e.entry.Last
+	if e.recorded { // the leader on that machine recorded it
+		e.doubt = ""
+	}
 
 	switch {
 	case e.scaledDown && e.entry.Condition != inventory.Unknown:

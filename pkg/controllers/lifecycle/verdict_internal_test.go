@@ -4,6 +4,7 @@ import (
 	"net/netip"
 	"testing"
 
+	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
 	"github.com/stretchr/testify/assert"
 
 	"github.com/talos-ccm/talos-ccm/pkg/config"
@@ -62,4 +63,16 @@ func TestDoubt_AnnouncementCountsOnlyFromRecordedMachineAtItsAddress(t *testing.
 		assert.Contains(t, got, test.want, what)
 		assert.Equal(t, test.want == "", got == "", what)
 	}
+}
+
+// The leader on a machine recorded its reset, and the next leader has seen the machine once more.
+func TestDecide_BelievesRecordedReset(t *testing.T) {
+	entry := inventory.Entry{Condition: inventory.Unreachable, Last: machine.Machine{Nodename: "cp-1", Stage: runtime.MachineStageResetting}}
+	e := evidence{doubt: "the machine responded at 10.0.0.2, and 10.0.0.1 is recorded", entry: entry}
+	assert.NotEmpty(t, decide(e, config.CompiledLifecycle{}).weakness)
+
+	e.recorded = true
+	v := decide(e, config.CompiledLifecycle{})
+	assert.Equal(t, ProofReset, v.proof)
+	assert.Empty(t, v.weakness)
 }
