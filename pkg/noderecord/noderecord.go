@@ -53,9 +53,9 @@ type Record struct {
 	// NodeID and Issuer are fingerprints of the machine's Talos node ID and of the CA's key ID. Volume is the ID of the file
 	// system on which the kubelet stores the certificate, or only its fingerprint. Each may be empty if unknown.
 	NodeID, Volume, Issuer string
-	// Address is the address at which the machine responded; the zero value if unknown. No other certificate can be
-	// recorded while the machine is not dialed there. OtherAddress is the machine's node IP of the other IP family; the zero
-	// value if it has none, or if another machine has it.
+	// Address is the address at which the machine responded; the zero value if unknown. Unless the machine states it, a
+	// recorded certificate is replaced only while the machine responds there. OtherAddress is the machine's node IP of the
+	// other IP family; the zero value if it has none, or if another machine has it.
 	Address, OtherAddress netip.Addr
 	// Expires is when the certificate expires; zero if unknown.
 	Expires time.Time

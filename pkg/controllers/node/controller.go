@@ -114,7 +114,7 @@ type Config struct {
 	Clock     clock.Clock
 	// Options returns the cluster-wide settings in force. Call Resync after they have changed.
 	Options func() nodespec.Options
-	// IsRecorded reports whether the machine of a Node is recorded, which changes the Node. No Node is initialized before.
+	// IsRecorded reports whether the machine of a Node responds and its record needs no write. No Node is initialized before.
 	IsRecorded func(node *corev1.Node) bool
 	// Workers is the number of Nodes that are updated concurrently.
 	Workers int
