@@ -73,7 +73,7 @@ func newCommand(options *ccm.Options, logOptions *logs.Options) *cobra.Command {
 func addCommands(cmd *cobra.Command) {
 	plain := new(cobra.Command)
 
-	cmd.AddCommand(newConfigCommand(), newRenderCommand(), newDiffCommand(), &cobra.Command{
+	cmd.AddCommand(newConfigCommand(), newRenderCommand(), newDiffCommand(), newStatusCommand(), &cobra.Command{
 		Use:   "version",
 		Short: "Print the version",
 		Long: `Print the version of talos-ccm, the commit (unless it is a release) and the Go version that it was

@@ -126,7 +126,7 @@ func yamlFiles(directory string, entries []os.DirEntry) (files []string, skipped
 		path := filepath.Join(directory, entry.Name())
 
 		// A file that cannot be read is an error of its own.
-		if data, err := readInput(nil, path, config.MaxSize+1); err == nil && !config.IsOurs(extension.Name, data) {
+		if data, err := os.ReadFile(path); err == nil && !config.IsOurs(extension.Name, data) {
 			skipped++
 		} else {
 			files = append(files, path)
@@ -179,7 +179,7 @@ func validate(cmd *cobra.Command, path, output string) error {
 	printProblems(cmd, name, result.Problems)
 
 	if result.Valid {
-		fmt.Fprintf(cmd.OutOrStdout(), "%s: %s\n", name, compiled)
+		fmt.Fprintf(cmd.OutOrStdout(), "%s: valid\n", name)
 	}
 
 	return err
@@ -249,13 +249,13 @@ func checkVariables(variables []string) error {
 	return errors.Join(errs...)
 }
 
-// readConfig reads a file, or stdin for "-". It reads at most one byte more than config.Parse accepts.
+// readConfig reads a file, or stdin for "-".
 func readConfig(stdin io.Reader, file string) (name string, data []byte, err error) {
 	if name = file; file == "-" {
 		name = "stdin"
 	}
 
-	if data, err = readInput(stdin, file, config.MaxSize+1); err != nil {
+	if data, err = readInput(stdin, file); err != nil {
 		return name, nil, err
 	}
 
@@ -288,17 +288,11 @@ func (c choice) Set(value string) error {
 	return nil
 }
 
-// readInput reads at most limit bytes of a file, or of stdin for "-".
-func readInput(stdin io.Reader, file string, limit int64) ([]byte, error) {
-	if file != "-" {
-		f, err := os.Open(file)
-		if err != nil {
-			return nil, err
-		}
-		defer f.Close() //nolint:errcheck // nothing was written
-
-		stdin = f
+// readInput reads a file, or stdin for "-".
+func readInput(stdin io.Reader, file string) ([]byte, error) {
+	if file == "-" {
+		return io.ReadAll(stdin)
 	}
 
-	return io.ReadAll(io.LimitReader(stdin, limit))
+	return os.ReadFile(file)
 }

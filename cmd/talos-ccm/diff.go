@@ -9,8 +9,8 @@ import (
 	"time"
 
 	"github.com/spf13/cobra"
+	"github.com/spf13/pflag"
 	corev1 "k8s.io/api/core/v1"
-	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/client-go/kubernetes"
 	"k8s.io/client-go/rest"
@@ -24,6 +24,7 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
 	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
 	"github.com/talos-ccm/talos-ccm/pkg/preview"
+	"github.com/talos-ccm/talos-ccm/pkg/status"
 )
 
 // maxReads limits the machines that are read at the same time, since an endpoint has little memory to forward requests.
@@ -44,11 +45,18 @@ const (
 var errDifferent = errors.New("talos-ccm would change Nodes")
 
 type diffOptions struct {
-	spec        nodeFlags
-	talos       talosFlags
-	kubeconfig  string
-	kubeContext string
-	output      string
+	spec   nodeFlags
+	talos  talosFlags
+	kube   kubeFlags
+	output string
+}
+
+// kubeFlags select the cluster, as kubectl's flags do.
+type kubeFlags struct{ config, context string }
+
+func (f *kubeFlags) add(flags *pflag.FlagSet) {
+	flags.StringVar(&f.config, "kubeconfig", "", "Path of the kubeconfig. (default $KUBECONFIG or ~/.kube/config)")
+	flags.StringVar(&f.context, "kube-context", "", "Context of the kubeconfig. (default: its current context)")
 }
 
 func newDiffCommand() *cobra.Command {
@@ -75,8 +83,7 @@ or is incomplete: a machine cannot be read, or its metadata is missing.`,
 	}
 
 	flags := cmd.Flags()
-	flags.StringVar(&o.kubeconfig, "kubeconfig", "", "Path of the kubeconfig. (default $KUBECONFIG or ~/.kube/config)")
-	flags.StringVar(&o.kubeContext, "kube-context", "", "Context of the kubeconfig. (default: its current context)")
+	o.kube.add(flags)
 	addChoice(cmd, &o.output, "output", "o", "Output format", preview.Formats()...)
 	o.spec.add(cmd)
 	o.talos.add(flags)
@@ -92,7 +99,7 @@ func (o *diffOptions) run(cmd *cobra.Command, args []string) error {
 		return err
 	}
 
-	config, client, err := o.connect()
+	config, client, err := o.kube.connect()
 	if err != nil {
 		return err
 	}
@@ -138,11 +145,11 @@ func (o *diffOptions) run(cmd *cobra.Command, args []string) error {
 }
 
 // connect reads the kubeconfig as kubectl does.
-func (o *diffOptions) connect() (*rest.Config, *kubernetes.Clientset, error) {
+func (f *kubeFlags) connect() (*rest.Config, *kubernetes.Clientset, error) {
 	rules := clientcmd.NewDefaultClientConfigLoadingRules()
-	rules.ExplicitPath = o.kubeconfig
+	rules.ExplicitPath = f.config
 
-	config, err := clientcmd.NewNonInteractiveDeferredLoadingClientConfig(rules, &clientcmd.ConfigOverrides{CurrentContext: o.kubeContext}).ClientConfig()
+	config, err := clientcmd.NewNonInteractiveDeferredLoadingClientConfig(rules, &clientcmd.ConfigOverrides{CurrentContext: f.context}).ClientConfig()
 	if clientcmd.IsEmptyConfig(err) {
 		err = fmt.Errorf("no cluster in %s; set --kubeconfig or KUBECONFIG", strings.Join(rules.GetLoadingPrecedence(), ", "))
 	}
@@ -179,25 +186,30 @@ func listNodes(ctx context.Context, client kubernetes.Interface, names []string)
 	return nodes, nil
 }
 
-func readLease(ctx context.Context, client kubernetes.Interface) (preview.Lease, error) {
+// leaseKey returns the namespace and the name of the lease.
+func leaseKey() (namespace, name string, err error) {
 	options, err := ccm.NewOptions()
+	if err != nil {
+		return "", "", err
+	}
+
+	election := options.Framework.Generic.LeaderElection
+
+	return election.ResourceNamespace, election.ResourceName, nil
+}
+
+func readLease(ctx context.Context, client kubernetes.Interface) (preview.Lease, error) {
+	namespace, name, err := leaseKey()
 	if err != nil {
 		return preview.Lease{}, err
 	}
 
-	election := options.Framework.Generic.LeaderElection
-	result := preview.Lease{Name: election.ResourceNamespace + "/" + election.ResourceName}
-
-	lease, err := client.CoordinationV1().Leases(election.ResourceNamespace).Get(ctx, election.ResourceName, metav1.GetOptions{})
-	if apierrors.IsNotFound(err) {
-		return result, nil
-	} else if err != nil {
-		return result, fmt.Errorf("get lease %s: %w", result.Name, err)
+	lease, err := status.ReadLease(ctx, client, namespace, name)
+	if err != nil {
+		return preview.Lease{}, err
 	}
 
-	result.Holder = ptr.Deref(lease.Spec.HolderIdentity, "")
-
-	return result, nil
+	return preview.Lease{Name: namespace + "/" + name, Holder: ptr.Deref(lease.Spec.HolderIdentity, "")}, nil
 }
 
 // readMachines reads resources of the given kinds, and returns the machines of the Nodes that run Talos. With names, it reads

@@ -199,7 +199,8 @@ func (m *migration) takeOver(config string, ok func() bool) {
 	machines := inventory.New(time.Now)
 	controller, err := nodecontroller.New(nodecontroller.Config{
 		Client: m.client, Nodes: factory.Core().V1().Nodes(), Inventory: machines, Recorder: &record.FakeRecorder{}, Clock: clock.RealClock{},
-		Options: func() nodespec.Options { return options }, IsRecorded: func(*corev1.Node) bool { return true }, Workers: 1,
+		Options: func() nodespec.Options { return options }, HasNodes: factory.Core().V1().Nodes().Informer().HasSynced,
+		IsRecorded: func(*corev1.Node) bool { return true }, Workers: 1,
 	})
 	require.NoError(m, err)
 

@@ -22,6 +22,7 @@ commands are read-only:
   talos-ccm config schema     Print the JSON schema of the configuration file
   talos-ccm render            Show what talos-ccm would write to a Node, and the rule of each value
   talos-ccm diff              Compare the Nodes of a cluster with what talos-ccm would write to them
+  talos-ccm status            Show the leader, the instances, Nodes, CSRs and problems of a cluster
   talos-ccm version           Print the version
   talos-ccm completion        Print a completion script for a shell
 

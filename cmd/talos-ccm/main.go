@@ -30,8 +30,11 @@ func main() {
 	executed, err := run(context.Background())
 	klog.Flush()
 
-	if errors.Is(err, errDifferent) {
+	switch {
+	case errors.Is(err, errDifferent):
 		os.Exit(exitDifferent)
+	case errors.Is(err, errAttention):
+		os.Exit(exitAttention)
 	}
 
 	if restart := (*ccm.RestartError)(nil); errors.As(err, &restart) {

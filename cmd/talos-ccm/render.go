@@ -3,7 +3,6 @@ package main
 import (
 	"errors"
 	"fmt"
-	"math"
 	"net/netip"
 
 	"github.com/spf13/cobra"
@@ -48,8 +47,8 @@ It reads the machine over the Talos API, as talosctl does:
 
 or from a file that it has written before. The file has all that a configuration can use:
 
-  talos-ccm render --node 10.0.0.2 -o machine > machine.json
-  talos-ccm render --machine machine.json --config config.yaml
+  talos-ccm render --node 10.0.0.2 -o machine > machine.yaml
+  talos-ccm render --machine machine.yaml --config config.yaml
 
 The exit code is 1 if the configuration is invalid, if the machine cannot be read, or if the Node
 would stay uninitialized. Invalid values, which talos-ccm omits, are printed as problems and do not
@@ -60,7 +59,7 @@ affect the exit code.`,
 
 	flags := cmd.Flags()
 	flags.StringVar(&o.machine, "machine", "", "File with the output of -o machine, or - for standard input.")
-	flags.StringVarP(&o.node, "node", "n", "", "Name or address of a machine to read over the Talos API.")
+	flags.StringVarP(&o.node, "node", "n", "", "Address of a machine to read over the Talos API, or a name that its endpoint resolves.")
 	flags.StringVar(&o.arch, "arch", "", "Architecture of the Node as reported by its kubelet, such as amd64.")
 	flags.StringVar(&o.version, "kubernetes-version", "", "Kubernetes version of the Node as reported by its kubelet, such as v1.36.2.")
 	flags.StringSliceVar(&o.nodeIPs, "node-ip", nil, "Node IPs of the kubelet. (default: the node IPs that Talos configures)")
@@ -195,7 +194,7 @@ func (o *renderOptions) read(cmd *cobra.Command, kinds machine.Kinds) (machine.M
 
 // readFile reads the machine of a file. It prints a warning if another version wrote the file.
 func (o *renderOptions) readFile(cmd *cobra.Command) (machine.Machine, error) {
-	text, err := readInput(cmd.InOrStdin(), o.machine, math.MaxInt64)
+	text, err := readInput(cmd.InOrStdin(), o.machine)
 	if err != nil {
 		return machine.Machine{}, fmt.Errorf("read machine: %w", err)
 	}

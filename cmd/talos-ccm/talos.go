@@ -6,14 +6,11 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
-	"net/netip"
 	"slices"
 	"time"
 
-	"github.com/cosi-project/runtime/pkg/safe"
 	"github.com/siderolabs/talos/pkg/machinery/client"
 	clientconfig "github.com/siderolabs/talos/pkg/machinery/client/config"
-	"github.com/siderolabs/talos/pkg/machinery/resources/cluster"
 	"github.com/spf13/pflag"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
@@ -122,7 +119,7 @@ func (r *machineReader) read(ctx context.Context, node string) (machine.Machine,
 		defer c.Close() //nolint:errcheck // no call is in flight
 	}
 
-	ctx = client.WithNode(ctx, memberAddress(ctx, c, node)) // the API of resources does not support WithNodes
+	ctx = client.WithNode(ctx, node) // the API of resources does not support WithNodes
 
 	view := machine.View{Facts: r.kinds.Facts}
 
@@ -142,25 +139,4 @@ func (r *machineReader) read(ctx context.Context, node string) (machine.Machine,
 	}
 
 	return m, nil
-}
-
-// memberAddress returns the address of the cluster member with the given name. It returns other nodes unchanged; apid resolves their names.
-func memberAddress(ctx context.Context, c *client.Client, node string) string {
-	if _, err := netip.ParseAddr(node); err == nil {
-		return node
-	}
-
-	members, err := safe.StateListAll[*cluster.Member](ctx, c.COSI)
-	if err != nil {
-		return node // if the endpoints cannot be reached, the calls to the node report it
-	}
-
-	for member := range members.All() {
-		spec := member.TypedSpec()
-		if (member.Metadata().ID() == node || spec.Hostname == node) && len(spec.Addresses) > 0 {
-			return spec.Addresses[0].String()
-		}
-	}
-
-	return node
 }

@@ -68,7 +68,7 @@ func TestInstallers_ListSupportedTalosVersions(t *testing.T) {
 	assert.Equal(t, accepted, slices.Compact(listed))
 }
 
-var makeTargets = regexp.MustCompile(`\bmake (?:--\S+ )*([a-z-]+)`)
+var makeTargets = regexp.MustCompile(`\bmake (?:--\S+ )*([a-z0-9-]+)`)
 
 // checkScript checks that a step contains no expressions, which others can influence, and runs existing make targets.
 func checkScript(t *testing.T, job, script string) {

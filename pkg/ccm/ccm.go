@@ -67,7 +67,8 @@ import (
 // SIGKILL ten seconds after SIGTERM.
 const stopTimeout = 4 * time.Second
 
-const component = "talos-ccm"
+// Component is the source of Events, and the start of the lease identity of the extension.
+const Component = "talos-ccm"
 
 // Manager runs talos-ccm. Use New.
 type Manager struct {
@@ -81,9 +82,11 @@ type Manager struct {
 	// Kubernetes, so that a lease that could not be released can be renewed.
 	processID string
 	mu        sync.Mutex
-	// factKinds are the facts that machines are read with, and applied is the last configuration that uses no others.
-	factKinds machine.FactKinds
-	applied   *config.Compiled
+	// factKinds are the facts that machines are read with, and applied is the last configuration that uses no others. If
+	// readsIdentity is true, the node controller knows the cluster identity, for the addresses of rules.
+	factKinds     machine.FactKinds
+	readsIdentity bool
+	applied       *config.Compiled
 }
 
 // connection is a connection to Kubernetes and the other machines. It ends when its clients must be recreated.
@@ -246,7 +249,7 @@ func (m *Manager) connect(ctx context.Context) error {
 	config.EventBroadcaster.Shutdown()
 	config.EventBroadcaster = record.NewBroadcaster(record.WithContext(ctx), record.WithCorrelatorOptions(record.CorrelatorOptions{LRUCacheSize: 1024}))
 
-	recorder := config.EventBroadcaster.NewRecorder(scheme.Scheme, corev1.EventSource{Component: component})
+	recorder := config.EventBroadcaster.NewRecorder(scheme.Scheme, corev1.EventSource{Component: Component})
 
 	return m.serve(ctx, connection{creds: creds, config: config, recorder: recorder, checks: controllerhealthz.NewMutableHealthzHandler(), candidate: new(atomic.Bool)})
 }
@@ -431,13 +434,13 @@ func (m *Manager) serveLater(ctx context.Context, conn connection, handler http.
 	}
 }
 
-// settings returns the configuration that applies: the last one that uses only facts that machines are read with. A fact
-// that was not read must not be taken for a fact that the machine does not have.
+// settings returns the configuration that applies: the last one that uses only facts that are read. A fact that was not read
+// must not be taken for a fact that the machine or the cluster does not have.
 func (m *Manager) settings() *config.Compiled {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 
-	if current := m.store.Current(); current.FactKinds&^m.factKinds == 0 {
+	if current := m.store.Current(); current.FactKinds&^m.factKinds == 0 && (m.readsIdentity || !current.Rules.SetAddresses()) {
 		m.applied = current
 	}
 
@@ -451,6 +454,7 @@ func (m *Manager) needFacts() machine.FactKinds {
 
 	m.applied = m.store.Current()
 	m.factKinds |= m.applied.FactKinds
+	m.readsIdentity = m.readsIdentity || m.applied.Rules.SetAddresses()
 
 	return m.factKinds
 }

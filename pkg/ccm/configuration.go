@@ -22,13 +22,12 @@ import (
 
 // Reasons of the Events on the local machine's Node.
 const (
-	// ReasonConfigInvalid: on a control-plane Node: its configuration is invalid
-	// (docs/reference/configuration.md#validation).
+	// ReasonConfigInvalid: its configuration is invalid (docs/reference/configuration.md#validation).
 	// Fix: docs/troubleshooting/configuration.md#invalid-configuration.
 	ReasonConfigInvalid = "ConfigInvalid"
-	// ReasonConfigValid (Normal): on a control-plane Node: the configuration is valid again.
+	// ReasonConfigValid (Normal): its configuration is valid again.
 	ReasonConfigValid = "ConfigValid"
-	// ReasonSecurePortUnavailable: on a control-plane Node: its instance cannot open the port for metrics and health.
+	// ReasonSecurePortUnavailable: its instance cannot open the port for metrics and health.
 	// Fix: docs/troubleshooting/installation.md#not-running.
 	ReasonSecurePortUnavailable = "SecurePortUnavailable"
 )

@@ -112,7 +112,7 @@ func (m *Manager) newLock(ctx context.Context, conn connection) (*election.Lock,
 	options, identity := conn.config.ComponentConfig.Generic.LeaderElection, m.processID
 
 	if node := localResource[*cluster.Identity](ctx, m, cluster.LocalIdentity); node != nil && node.TypedSpec().NodeID != "" {
-		identity = component + "_" + node.TypedSpec().NodeID
+		identity = Component + "_" + node.TypedSpec().NodeID
 	}
 
 	lock, err := resourcelock.NewFromKubeconfig(options.ResourceLock, options.ResourceNamespace, options.ResourceName,

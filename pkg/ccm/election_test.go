@@ -69,6 +69,20 @@ func candidacies(m *talostest.Machine) int {
 	return calls(m, "/cosi.resource.State/Get", cluster.IdentityType)
 }
 
+// The lifecycle controller stops when it knows whether the local machine is being reset.
+func TestLeaderElection_ReleasesLeaseWhenControllersHaveStopped(t *testing.T) {
+	s, self, worker := newCluster(t)
+	r := s.start(s.options(self))
+	s.awaitInitialized(self, worker)
+	self.Freeze()
+
+	began := time.Now()
+
+	r.cancel()
+	ctest.Eventually(s, "lease is released", func() bool { return s.holder() == "" })
+	assert.GreaterOrEqual(t, time.Since(began), 2*time.Second, "the local machine does not respond")
+}
+
 // A lease of an instance that was killed is acquired when it expires, not earlier.
 func TestLeaderElection_StandbyActsWhenLeaseExpires(t *testing.T) {
 	const duration = 6 * time.Second

@@ -127,8 +127,18 @@ func (m *Manager) stateCertificate(ctx context.Context, conn connection) {
 		return
 	}
 
-	r := recorder.Recorder{Client: client, Socket: m.socket, Events: conn.recorder, Clock: m.clock}
+	r := recorder.Recorder{Client: client, Socket: m.socket, Events: conn.recorder, Clock: m.clock, Config: m.documentHash}
 	r.Run(ctx)
+}
+
+// documentHash returns the hash of the local machine's document; empty outside Talos, where the configuration is no
+// document.
+func (m *Manager) documentHash() string {
+	if m.socket == nil {
+		return ""
+	}
+
+	return m.store.Hash()
 }
 
 // awaitLocalNodename returns the nodename of the local machine once it is known; it is empty outside Talos and if ctx ends.

@@ -56,3 +56,36 @@ func TestSettings_ApplyOnceFactsAreRead(t *testing.T) {
 	assert.Same(t, fourth, m.settings(), "facts that were read before")
 	assert.Equal(t, kinds("PCIDevices")|kinds("Links"), m.needFacts(), "facts that were read before")
 }
+
+// The node controller must know which addresses are the cluster's before it lists those of rules.
+func TestSettings_ApplyRulesForAddressesOnceIdentityIsRead(t *testing.T) {
+	var documents source
+
+	store := settings.New(&documents, "", func([]string) error { return nil })
+	store.Run(t.Context())
+
+	m := Manager{store: store}
+	apply := func(rule string) *config.Compiled {
+		documents.deliver(settings.Document{Config: []byte("transformations: [" + rule + "]\n")}, nil)
+		require.NoError(t, store.Problem())
+
+		return store.Current()
+	}
+
+	const addresses = "{addresses: {ExternalIP: 203.0.113.7}, addressCIDRs: [203.0.113.0/24]}"
+
+	first := apply("{labels: {a: b}}")
+	m.needFacts()
+	assert.False(t, m.readsIdentity, "nothing may need it")
+
+	second := apply(addresses)
+	assert.Same(t, first, m.settings())
+
+	m.needFacts()
+	assert.True(t, m.readsIdentity)
+	assert.Same(t, second, m.settings())
+
+	apply("{labels: {a: c}}")
+	m.needFacts()
+	assert.Same(t, apply(addresses), m.settings())
+}

@@ -66,6 +66,7 @@ type process struct {
 	port   int
 	pid    int
 	output *lockedBuffer
+	enter  func() error // called on the thread that starts the process
 	ended  chan struct{}
 	err    error // once ended is closed
 }
@@ -94,9 +95,19 @@ func (b *lockedBuffer) String() string {
 func (s *suite) spawn(on *talostest.Machine, flags ...string) *process {
 	s.Helper()
 
+	path, err := binary()
+	require.NoError(s, err)
+
+	return s.spawnExecutable(path, on, flags...)
+}
+
+// spawnExecutable is spawn for any version of talos-ccm.
+func (s *suite) spawnExecutable(path string, on *talostest.Machine, flags ...string) *process {
+	s.Helper()
+
 	p := s.newProcess()
 	argv := p.argv(append([]string{"--machine-socket=" + on.Socket(), "--run-dir=" + filepath.Join(p.root, "run")}, flags...)...)
-	p.start(on.Nodename(), exec.Command(argv[0], argv[1:]...))
+	p.start(on.Nodename(), exec.Command(path, argv[1:]...))
 
 	return p
 }
@@ -104,7 +115,7 @@ func (s *suite) spawn(on *talostest.Machine, flags ...string) *process {
 func (s *suite) newProcess() *process {
 	s.Helper()
 
-	p := &process{suite: s, root: s.TempDir(), port: reservedPort(s), output: &lockedBuffer{}, ended: make(chan struct{})}
+	p := &process{suite: s, root: s.TempDir(), port: reservedPort(s), output: &lockedBuffer{}, enter: func() error { return nil }, ended: make(chan struct{})}
 
 	for _, name := range []string{"run", "tmp", "home", "work"} {
 		require.NoError(s, os.Mkdir(filepath.Join(p.root, name), 0o700))
@@ -145,7 +156,11 @@ func (p *process) start(name string, cmd *exec.Cmd) {
 		// Pdeathsig refers to the thread that started the child.
 		goruntime.LockOSThread()
 
-		err := cmd.Start()
+		err := p.enter()
+		if err == nil {
+			err = cmd.Start()
+		}
+
 		started <- err
 
 		if err == nil {
@@ -262,7 +277,7 @@ func TestLeaderElection_HandsOverBetweenInstances(t *testing.T) {
 	s.move(worker, "by-the-first")
 
 	assert.False(t, follower.leads())
-	assert.Zero(t, follower.metric("talosccm_node_syncs_total"))
+	assert.Zero(t, follower.metric("workqueue_work_duration_seconds_count", `name="cloud-node"`))
 	assert.Equal(t, 1, worker.Connections())
 
 	before := s.holder()
@@ -548,7 +563,7 @@ func TestMetrics_AreExported(t *testing.T) {
 
 	// The metrics are updated after the Nodes.
 	for _, name := range []string{
-		"talosccm_machines", "talosccm_api_requests_total", "talosccm_api_request_duration_seconds_count", "talosccm_node_syncs_total",
+		"talosccm_machines", "talosccm_api_requests_total", "talosccm_api_request_duration_seconds_count",
 	} {
 		ctest.Eventually(s, "metric exists: "+name, func() bool { return p.metric(name) > 0 })
 	}
@@ -556,13 +571,13 @@ func TestMetrics_AreExported(t *testing.T) {
 	ctest.Eventually(s, "two machines are current", func() bool { return p.metric("talosccm_machines", `condition="Current"`) == 2 })
 	ctest.Eventually(s, "two Nodes were initialized", func() bool { return p.metric("talosccm_node_initialization_duration_seconds_count") == 2 })
 
-	changed := p.metric("talosccm_node_syncs_total", `result="changed"`)
+	syncs := p.metric("workqueue_work_duration_seconds_count", `name="cloud-node"`)
 	restarts := p.metric("talosccm_watch_restarts_total")
 
 	s.move(worker, "moved")
 	worker.BreakStreams()
 	ctest.Eventually(s, "metrics increase", func() bool {
-		return p.metric("talosccm_node_syncs_total", `result="changed"`) > changed && p.metric("talosccm_watch_restarts_total") > restarts
+		return p.metric("workqueue_work_duration_seconds_count", `name="cloud-node"`) > syncs && p.metric("talosccm_watch_restarts_total") > restarts
 	})
 
 	require.NoError(s, worker.Stop(t.Context()))

@@ -88,9 +88,7 @@ func (s *suite) awaitApproved(csr string) {
 	s.Helper()
 
 	ctest.Eventually(s, fmt.Sprintf("request %s is approved", csr), func() bool {
-		got := ctest.Ask(s, func(ctx context.Context) (*certificatesv1.CertificateSigningRequest, error) {
-			return s.Client.CertificatesV1().CertificateSigningRequests().Get(ctx, csr, metav1.GetOptions{})
-		})
+		got := s.csr(csr)
 
 		return len(got.Status.Conditions) > 0 && got.Status.Conditions[0].Type == certificatesv1.CertificateApproved
 	})

@@ -2,8 +2,11 @@ package ccm_test
 
 import (
 	"context"
+	"crypto"
 	"crypto/x509/pkix"
+	"net"
 	"net/netip"
+	"slices"
 	"testing"
 	"time"
 
@@ -13,6 +16,7 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/client-go/kubernetes"
+	"k8s.io/client-go/rest"
 	"k8s.io/client-go/util/cert"
 	"k8s.io/client-go/util/certificate/csr"
 	"k8s.io/client-go/util/keyutil"
@@ -36,6 +40,100 @@ func (s *suite) label(machines ...*talostest.Machine) {
 	}
 
 	s.Talos.SetEtcdMembers(members...)
+}
+
+// kubelet makes the requests of a machine's kubelet.
+type kubelet struct {
+	suite     *suite
+	machine   *talostest.Machine
+	addresses []net.IP // in its serving certificates
+
+	config, previous *rest.Config // of its client certificates
+}
+
+// use makes the kubelet use a client certificate, and stores it on the machine.
+func (k *kubelet) use(config *rest.Config) {
+	k.config, k.previous = config, k.config
+	k.machine.SetKubeletCertificate(slices.Concat(config.CertData, config.KeyData))
+}
+
+func (k *kubelet) user() string { return "system:node:" + k.machine.Nodename() }
+
+// otherCertificate returns another client certificate of unknown origin, such as an attacker's.
+func (k *kubelet) otherCertificate() *rest.Config {
+	k.suite.Helper()
+
+	config, err := k.suite.Kube.UserConfig(k.user(), "system:nodes")
+	require.NoError(k.suite, err)
+
+	return config
+}
+
+// request creates a CSR with the credentials of config.
+func (k *kubelet) request(config *rest.Config, signer string, usage certificatesv1.KeyUsage, names []string, addresses []net.IP) (name string, key []byte) {
+	k.suite.Helper()
+
+	key, err := keyutil.MakeEllipticPrivateKeyPEM()
+	require.NoError(k.suite, err)
+
+	private, err := keyutil.ParsePrivateKeyPEM(key)
+	require.NoError(k.suite, err)
+
+	signing, isSigner := private.(crypto.Signer)
+	require.True(k.suite, isSigner)
+
+	text, err := cert.MakeCSR(signing, &pkix.Name{CommonName: k.user(), Organization: []string{"system:nodes"}}, names, addresses)
+	require.NoError(k.suite, err)
+
+	client, err := kubernetes.NewForConfig(config)
+	require.NoError(k.suite, err)
+
+	usages := []certificatesv1.KeyUsage{certificatesv1.UsageDigitalSignature, usage}
+	name, _, err = csr.RequestCertificateWithContext(k.suite.Context(), client, text, "", signer, nil, usages, signing)
+	require.NoError(k.suite, err)
+
+	return name, key
+}
+
+// requestServing creates a CSR for a serving certificate with the credentials of config.
+func (k *kubelet) requestServing(config *rest.Config) (name string) {
+	k.suite.Helper()
+
+	name, _ = k.request(config, certificatesv1.KubeletServingSignerName, certificatesv1.UsageServerAuth, []string{k.machine.Nodename()}, k.addresses)
+
+	return name
+}
+
+// rotate replaces the client certificate.
+func (k *kubelet) rotate() {
+	k.suite.Helper()
+	k.use(k.obtain(k.config))
+}
+
+// obtain requests a client certificate with the credentials of config, which may be a bootstrap token.
+// kube-controller-manager approves and issues it.
+func (k *kubelet) obtain(config *rest.Config) *rest.Config {
+	k.suite.Helper()
+
+	name, key := k.request(config, certificatesv1.KubeAPIServerClientKubeletSignerName, certificatesv1.UsageClientAuth, nil, nil)
+
+	var issued []byte
+
+	ctest.Eventually(k.suite, "client certificate is issued", func() bool {
+		issued = k.suite.csr(name).Status.Certificate
+
+		return len(issued) > 0
+	})
+
+	return k.suite.Kube.CertificateConfig(issued, key)
+}
+
+func (s *suite) csr(name string) *certificatesv1.CertificateSigningRequest {
+	s.Helper()
+
+	return ctest.Ask(s, func(ctx context.Context) (*certificatesv1.CertificateSigningRequest, error) {
+		return s.Client.CertificatesV1().CertificateSigningRequests().Get(ctx, name, metav1.GetOptions{})
+	})
 }
 
 // An instance states its machine's certificate also while another instance leads, and whatever controllers are enabled.
@@ -64,32 +162,13 @@ func TestManager_RecordsNoCertificateThatControlPlaneMachineDidNotState(t *testi
 	s.label(self, second)
 	s.start(s.options(self))
 
-	kubelet, err := s.Kube.UserConfig("system:node:"+second.Nodename(), "system:nodes")
-	require.NoError(t, err)
+	k := &kubelet{suite: s, machine: second}
+	k.use(k.otherCertificate())
 
-	client, err := kubernetes.NewForConfig(kubelet)
-	require.NoError(t, err)
-
-	key, err := keyutil.MakeEllipticPrivateKeyPEM()
-	require.NoError(t, err)
-
-	private, err := keyutil.ParsePrivateKeyPEM(key)
-	require.NoError(t, err)
-
-	subject := pkix.Name{CommonName: "system:node:" + second.Nodename(), Organization: []string{"system:nodes"}}
-	text, err := cert.MakeCSR(private, &subject, []string{second.Nodename()}, nil)
-	require.NoError(t, err)
-
-	usages := []certificatesv1.KeyUsage{certificatesv1.UsageDigitalSignature, certificatesv1.UsageServerAuth}
-	name, _, err := csr.RequestCertificateWithContext(t.Context(), client, text, "", certificatesv1.KubeletServingSignerName, nil, usages, private)
-	require.NoError(t, err)
-
-	event := s.AwaitEvent(name, csrapproval.ReasonUnexpectedCredential, "Install the talos-ccm extension on the machine", noderecord.LabelCredential+"="+ctest.IDOf(kubelet))
+	name := k.requestServing(k.config)
+	event := s.AwaitEvent(name, csrapproval.ReasonUnexpectedCredential, "Install the talos-ccm extension on the machine", noderecord.LabelCredential+"="+ctest.IDOf(k.config))
 	t.Logf("%d bytes: %s", len(event.Message), event.Message)
 
-	request := ctest.Ask(s, func(ctx context.Context) (*certificatesv1.CertificateSigningRequest, error) {
-		return s.Client.CertificatesV1().CertificateSigningRequests().Get(ctx, name, metav1.GetOptions{})
-	})
-	assert.Empty(t, request.Status.Conditions)
+	assert.Empty(t, s.csr(name).Status.Conditions)
 	assert.Empty(t, noderecord.Of(s.Node(second.Nodename())).Credential)
 }

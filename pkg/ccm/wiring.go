@@ -25,6 +25,7 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/controllers/service"
 	"github.com/talos-ccm/talos-ccm/pkg/controlplane"
 	"github.com/talos-ccm/talos-ccm/pkg/csrpolicy"
+	nodeevents "github.com/talos-ccm/talos-ccm/pkg/internal/nodes"
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
 	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
@@ -67,6 +68,7 @@ type inputs struct {
 	client       kubernetes.Interface // the controller's own, so that controllers do not share a rate limit
 	nodes        coreinformers.NodeInformer
 	inventory    *inventory.Inventory
+	hasNodes     func() bool // the inventory has the claims of all Nodes that existed at the start
 	probe        func(nodename string)
 	controlPlane *controlplane.Reader
 	podCIDRs     func() []netip.Prefix // which talos-ccm allocates from
@@ -90,7 +92,7 @@ func (m *Manager) control(ctx context.Context, conn connection, exceeded chan<- 
 	return err
 }
 
-// controlWithFacts is control until the configuration uses facts that machines were not read with.
+// controlWithFacts is control until the configuration uses facts that were not read.
 func (m *Manager) controlWithFacts(ctx context.Context, conn connection, exceeded chan<- error) error {
 	var group sync.WaitGroup
 	defer group.Wait()
@@ -100,7 +102,7 @@ func (m *Manager) controlWithFacts(ctx context.Context, conn connection, exceede
 
 	defer m.store.Subscribe(func() {
 		if m.settings() != m.store.Current() {
-			klog.FromContext(ctx).Info("Configuration uses other facts; reading machines again")
+			klog.FromContext(ctx).Info("Configuration needs further facts; starting controllers again")
 			cancel()
 		}
 	})()
@@ -116,13 +118,14 @@ func (m *Manager) controlWithFacts(ctx context.Context, conn connection, exceede
 	resync := conn.config.ComponentConfig.Generic.MinResyncPeriod.Duration
 	factory := informers.NewSharedInformerFactoryWithOptions(client, resync, informers.WithTransform(trim))
 	nodes := factory.Core().V1().Nodes()
+	hasNodes, watchErr := nodeevents.Watch(nodes, inv.Claims.NodeChanged)
 
 	refl := reflector.New(inv, m.dialer(conn.creds, client, nodes), m.clock)
 	refl.ReadsMembers = func() bool { return m.settings().Lifecycle.Discovery }
 	refl.Kinds = refl.Kinds.WithFacts(m.needFacts())
 
-	records, err := recorder.NewLeader(client, nodes, inv, conn.recorder, m.clock)
-	if err := errors.Join(refl.FollowNodes(nodes), err); err != nil {
+	records, err := recorder.NewLeader(client, nodes, inv, conn.recorder, m.clock, m.documentHash)
+	if err := errors.Join(refl.FollowNodes(nodes), watchErr, err); err != nil {
 		return err
 	}
 
@@ -144,7 +147,7 @@ func (m *Manager) controlWithFacts(ctx context.Context, conn connection, exceede
 			return err
 		}
 
-		ctrl, err := c.construct(m, inputs{conn, client, nodes, inv, refl.Probe, controlPlane, m.podCIDRs, records.IsRecorded})
+		ctrl, err := c.construct(m, inputs{conn, client, nodes, inv, hasNodes, refl.Probe, controlPlane, m.podCIDRs, records.IsRecorded})
 		if err != nil {
 			return fmt.Errorf("create %s: %w", c.name, err)
 		}
@@ -221,21 +224,36 @@ func (m *Manager) managed(node *corev1.Node, talos machine.Machine) bool {
 }
 
 func (m *Manager) newNodeController(in inputs) (controller, error) {
-	return nodecontroller.New(nodecontroller.Config{
+	identity := in.controlPlane.Identity()
+
+	ctrl, err := nodecontroller.New(nodecontroller.Config{
 		Client:    in.client,
 		Nodes:     in.nodes,
 		Inventory: in.inventory,
+		HasNodes:  in.hasNodes,
 		Recorder:  in.conn.recorder,
 		Clock:     m.clock,
 		Options: func() nodespec.Options {
-			options := m.nodeOptions()
-			options.Domains = in.controlPlane.Identity().Current().Domains // known only with CSR approval or the service controller
+			options, current := m.nodeOptions(), identity.Current()
+			options.Domains = current.Domains // known only if the identity is read
+			options.ClusterAddress = func(ip netip.Addr) (source string, isKnown bool) {
+				return current.SourceOf(ip, in.podCIDRs()), current.Known
+			}
 
 			return options
 		},
 		IsRecorded: in.isRecorded,
 		Workers:    int(in.conn.config.ComponentConfig.NodeController.ConcurrentNodeSyncs),
 	})
+	if err != nil {
+		return nil, err
+	}
+
+	if m.readsIdentity { // else nothing may read it
+		identity.Subscribe(ctrl.Resync)
+	}
+
+	return ctrl, nil
 }
 
 func (m *Manager) newLifecycle(in inputs) (controller, error) {
@@ -296,6 +314,7 @@ func (m *Manager) newCSRApproval(in inputs) (controller, error) {
 		Client:    in.client,
 		Nodes:     in.nodes,
 		Inventory: in.inventory,
+		HasNodes:  in.hasNodes,
 		Identity:  in.controlPlane.Identity(),
 		Recorder:  in.conn.recorder,
 		Clock:     m.clock,

@@ -1,9 +1,9 @@
 // Package claims holds the owners of names and addresses.
 //
-// A machine claims the names and addresses that it reports, and a Node those that it lists, and the addresses in its record
-// (package noderecord). The inventory sets the claims of machines, and the controller of CSRs those of Nodes. One lock covers all claims, so that a name or address has an
-// owner at each moment of a deletion. A claim ends
-//   - Retention after a machine stopped reporting the value;
+// A machine claims the names and addresses that it reports, and a Node those that it lists, the addresses in its record
+// (package noderecord), and those that rules set. The inventory sets the claims of machines, and NodeChanged those of
+// Nodes. One lock covers all claims, so that a name or address has an owner at each moment of a deletion. A claim ends
+//   - Retention after a machine stopped reporting the value, or the rules no longer set the address of the Node;
 //   - at once if a Node stops listing the value, because kubelets write their Nodes;
 //   - at once if the record of a Node no longer has the address, which no kubelet can change;
 //   - Retention after the Node was deleted, for all that it listed and its machine reported: the machine may still run, and
@@ -49,14 +49,15 @@ type Claims struct {
 	owners   map[string][]*owner // by name or address in canonical form; most have one or two
 	machines map[string]*owner   // by the names of their Nodes
 	nodes    map[string]*owner   // that exist, by name
+	rules    map[string]*owner   // of the addresses that rules set, by the names of the Nodes
 	deleted  []*owner            // Nodes that were deleted, the oldest first
 	purged   time.Time           // when claims that have ended were last removed
 }
 
-// owner is a machine, a Node, or a deleted Node.
+// owner is a machine, a Node, a deleted Node, or the rules for a Node.
 type owner struct {
 	nodename string
-	node     *corev1.Node         // nil for a machine
+	node     *corev1.Node         // nil for a machine and for rules
 	machine  machine.Machine      // as it last responded
 	live     []string             // what the machine reports (at least its nodename), or what the Node lists or its record has
 	ended    map[string]time.Time // when claims end to what the machine no longer reports
@@ -71,7 +72,10 @@ type owner struct {
 
 // New returns empty Claims that read the time from now.
 func New(now func() time.Time) *Claims {
-	return &Claims{now: now, owners: map[string][]*owner{}, machines: map[string]*owner{}, nodes: map[string]*owner{}}
+	return &Claims{
+		now: now, owners: map[string][]*owner{},
+		machines: map[string]*owner{}, nodes: map[string]*owner{}, rules: map[string]*owner{},
+	}
 }
 
 // SetMachine replaces the claims of the machine of a Node. The zero Machine ends them: the inventory has forgotten it.
@@ -94,6 +98,15 @@ func (c *Claims) SetMachine(nodename string, m machine.Machine) {
 	c.replace(o, reported)
 }
 
+// NodeChanged sets the claims of a Node after each change; see nodes.Watch.
+func (c *Claims) NodeChanged(before, after *corev1.Node) {
+	if after == nil {
+		c.DeleteNode(before)
+	} else {
+		c.SetNode(after)
+	}
+}
+
 // SetNode replaces the claims of a Node that exists.
 func (c *Claims) SetNode(node *corev1.Node) {
 	c.mu.Lock()
@@ -101,7 +114,14 @@ func (c *Claims) SetNode(node *corev1.Node) {
 
 	o := ownerOf(c.nodes, node.Name)
 	o.node = node
-	c.replace(o, append(ListedBy(node), RecordedFor(node)...))
+	c.replace(o, append(ListedBy(node), recordedFor(node)...))
+	c.setRules(node.Name, noderecord.RuleAddresses(node))
+}
+
+func (c *Claims) setRules(nodename string, addresses []netip.Addr) {
+	if len(addresses) > 0 || c.rules[nodename] != nil {
+		c.replace(ownerOf(c.rules, nodename), canonical(addresses...))
+	}
 }
 
 // DeleteNode replaces the claims of a Node that exists with those of a deleted Node.
@@ -113,9 +133,10 @@ func (c *Claims) DeleteNode(node *corev1.Node) {
 
 	o, m := ownerOf(c.nodes, node.Name), ownerOf(c.machines, node.Name)
 	delete(c.nodes, node.Name)
+	c.setRules(node.Name, nil)
 	c.deleted = append(c.deleted, o)
 
-	listed, reported := append(ListedBy(node), RecordedFor(node)...), m.last
+	listed, reported := append(ListedBy(node), recordedFor(node)...), m.last
 	if len(reported) == 0 {
 		reported, m.isDeleted = m.live, len(m.live) > 0
 	}
@@ -198,6 +219,7 @@ func (c *Claims) purge() {
 	}
 
 	maps.DeleteFunc(c.machines, purge)
+	maps.DeleteFunc(c.rules, purge)
 	c.deleted = slices.DeleteFunc(c.deleted, func(o *owner) bool { return purge("", o) })
 }
 
@@ -217,6 +239,43 @@ func (c *Claims) Of(subject string, by Requester) (owners map[string]time.Time, 
 	c.mu.RLock()
 	defer c.mu.RUnlock()
 
+	return c.of(c.owners[subject], subject, by)
+}
+
+// Reserve reserves an address that a rule sets for the requester, for at least Retention. The Node keeps it with the label
+// that records it. Reserve returns another owner instead if there is one. With only the bootstrap token, anyone can register
+// Nodes and list addresses in them: Nodes that are not known do not count.
+func (c *Claims) Reserve(addr netip.Addr, by Requester) (nodename string) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+
+	c.purge()
+
+	subject := machine.CanonicalAddress(addr)
+
+	counting := slices.DeleteFunc(slices.Clone(c.owners[subject]), func(o *owner) bool { return o.node != nil && !nodespec.IsKnown(o.node) })
+	if owners, _ := c.of(counting, subject, by); len(owners) > 0 {
+		return slices.Min(slices.Collect(maps.Keys(owners)))
+	}
+
+	o := ownerOf(c.rules, by.Nodename)
+	if !slices.Contains(c.owners[subject], o) {
+		if len(o.ended) >= maxValues { // such as of a Node that is not written
+			return by.Nodename
+		}
+
+		c.owners[subject] = append(c.owners[subject], o)
+	}
+
+	if !slices.Contains(o.live, subject) {
+		o.ended[subject] = c.now().Add(Retention)
+	}
+
+	return ""
+}
+
+// of is Of with the given owners.
+func (c *Claims) of(all []*owner, subject string, by Requester) (owners map[string]time.Time, contradicted []*corev1.Node) {
 	owners = map[string]time.Time{}
 
 	var existing []string
@@ -225,7 +284,7 @@ func (c *Claims) Of(subject string, by Requester) (owners map[string]time.Time, 
 		existing = append(existing, o.nodename)
 	}
 
-	for _, o := range c.owners[subject] {
+	for _, o := range all {
 		until := cmp.Or(o.ended[subject], o.until)
 
 		switch {
@@ -273,20 +332,16 @@ func (o *owner) blocks(by Requester, subject string, until, now time.Time) bool 
 // contradicts reports whether the machine of a Node has responded and did not report a value that the Node lists. Kubelets
 // write their Nodes. But an attacker who took over the Node's address could respond in place of the machine and omit
 // values. Therefore, nothing contradicts the kubelet's node IP of the IP family that was not dialed. The dialed one is the
-// endpoint, which counts as reported. Only the recorded machine contradicts the record of its Node, and no machine that of
-// a control-plane Node.
+// endpoint, which counts as reported. Nothing contradicts the record of a Node, which follows its machine (package recorder).
 func (c *Claims) contradicts(o *owner, subject string) bool {
 	m := c.machines[o.nodename]
 	if o.node == nil || m == nil || len(m.live) == 0 {
 		return false
 	}
 
-	if m.ended[subject].IsZero() && slices.Contains(c.owners[subject], m) {
+	isReported := m.ended[subject].IsZero() && slices.Contains(c.owners[subject], m)
+	if isReported || slices.Contains(recordedFor(o.node), subject) {
 		return false
-	}
-
-	if slices.Contains(RecordedFor(o.node), subject) {
-		return noderecord.Of(o.node).Identifies(m.machine) && !nodespec.IsControlPlane(o.node)
 	}
 
 	provided, endpoint := nodespec.ProvidedNodeIPs(o.node), m.machine.Endpoint
@@ -302,7 +357,7 @@ func (c *Claims) ReportedBy(subject, nodename string) (nodenames []string) {
 	defer c.mu.RUnlock()
 
 	for _, o := range c.owners[subject] {
-		if o.node == nil && o.nodename != nodename && o.ended[subject].IsZero() {
+		if o == c.machines[o.nodename] && o.nodename != nodename && o.ended[subject].IsZero() {
 			nodenames = append(nodenames, o.nodename)
 		}
 	}
@@ -350,11 +405,16 @@ func ListedBy(node *corev1.Node) []string {
 	return list[:min(len(list), maxValues)]
 }
 
-// RecordedFor returns the addresses in the record of a Node, in canonical form.
-func RecordedFor(node *corev1.Node) (list []string) {
+// recordedFor returns the addresses in the record of a Node and those that rules set, in canonical form.
+func recordedFor(node *corev1.Node) []string {
 	record := noderecord.Of(node)
 
-	for _, addr := range []netip.Addr{record.Address, record.OtherAddress} {
+	return canonical(append(noderecord.RuleAddresses(node), record.Address, record.OtherAddress)...)
+}
+
+// canonical returns the valid addresses in canonical form.
+func canonical(addresses ...netip.Addr) (list []string) {
+	for _, addr := range addresses {
 		if addr.IsValid() {
 			list = append(list, machine.CanonicalAddress(addr))
 		}

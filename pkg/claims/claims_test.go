@@ -195,6 +195,7 @@ func TestClaims_OfLiveNodes(t *testing.T) {
 		"machine does not report the address":                      {address, provided, steps{reports(view("other", "10.0.0.9", "10.0.0.9"))}, false},
 		"machine responds at the address that it does not report":  {address, provided, steps{reports(view("other", address))}, true},
 		"machine does not report the other node IP of the kubelet": {second, provided, steps{without}, true},
+		"the other node IP is the first of the kubelet":            {"10.0.0.9", provided, steps{reports(view("other", "fd00::9"))}, true},
 		"machine was dialed in the other IP family before": {
 			second, provided, steps{reports(view("other", "fd00::9")), without, passes(retention)}, true,
 		},

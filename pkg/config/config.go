@@ -13,6 +13,9 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/rules"
 )
 
+// MaxRows is the maximum number of keys in all tables.
+const MaxRows = 10_000
+
 // MaxSize is the maximum size of a file in bytes.
 const MaxSize = 1 << 20
 
@@ -53,9 +56,12 @@ func CheckNotEmpty(name string, data []byte) error {
 type Config struct {
 	// Global holds settings that apply to all Nodes.
 	Global Global `json:"global,omitzero"`
-	// Transformations are rules that set labels, annotations, taints and platform metadata. All rules that select a
-	// machine apply, in order. The last rule that sets a key wins.
+	// Transformations are rules that set labels, annotations, taints, platform metadata and addresses. All rules that
+	// select a machine apply, in order. The last rule that sets a key wins.
 	Transformations []rules.Rule `json:"transformations,omitempty"`
+	// Tables map names to mappings of keys to texts, with at most 10,000 keys together. Templates of transformations read
+	// them with the function `lookup`.
+	Tables rules.Tables `json:"tables,omitempty"`
 	// Nodes configures the initialization and updates of Nodes.
 	Nodes Nodes `json:"nodes,omitzero"`
 	// Addresses configures the addresses of Nodes.
@@ -95,11 +101,11 @@ const (
 type Nodes struct {
 	// Selector selects the Nodes to initialize and update.
 	Selector []rules.SelectorTerm `default:"all Talos machines" json:"selector,omitempty"`
-	// Topology is what happens if the machine of an initialized Node, or a rule, sets another region or zone. `keep` keeps
-	// the labels and reports the Event TopologyChanged. `follow` changes the labels.
+	// Topology is for another region or zone of an initialized Node's machine or a rule. `keep` keeps the labels, with the
+	// Event TopologyChanged. `follow` changes them.
 	Topology Choice `default:"keep" json:"topology,omitempty" jsonschema:"enum=keep,enum=follow"`
-	// Conditions is what happens to the Node conditions TalosReady, MaintenanceInProgress and
-	// GracefulNodeShutdownInProgress. `publish` sets them to the machine's state. `omit` removes them.
+	// Conditions is for the Node conditions TalosReady, MaintenanceInProgress and GracefulNodeShutdownInProgress. `publish`
+	// sets them, `omit` removes them.
 	Conditions Choice `default:"publish" json:"conditions,omitempty" jsonschema:"enum=publish,enum=omit"`
 }
 
@@ -121,8 +127,8 @@ type CSRApproval struct {
 	MaxExpiration string `default:"8784h" json:"maxExpiration,omitempty"`
 	// AllowedSANs lists names and addresses that certificates may contain besides the machine's own.
 	AllowedSANs []AllowedSANs `json:"allowedSANs,omitempty"`
-	// CredentialPinning is what happens to a CSR made with another client certificate than the recorded one of the Node.
-	// `warn` reports it, `enforce` also leaves the CSR pending. Either value applies to all Nodes.
+	// CredentialPinning is for CSRs made with another client certificate than the Node's recorded one. `warn` reports them,
+	// `enforce` also leaves them pending. Either value applies to all Nodes.
 	CredentialPinning Choice `default:"enforce for control-plane Nodes, warn for workers" json:"credentialPinning,omitempty" jsonschema:"enum=warn,enum=enforce"`
 }
 
@@ -164,12 +170,10 @@ type Pool struct {
 	// ContainsMachines must be set if machines have addresses in the CIDRs. Otherwise they get no serving certificates for
 	// these addresses.
 	ContainsMachines bool `json:"containsMachines,omitempty"`
-	// MaskSize is the prefix length of a Node's pod CIDR in a pool with a single IP family.
-	MaskSize int `json:"maskSize,omitempty" jsonschema:"minimum=0,maximum=128"`
 	// MaskSizeIPv4 is the prefix length of a Node's IPv4 pod CIDR.
-	MaskSizeIPv4 int `default:"--node-cidr-mask-size-ipv4" json:"maskSizeIPv4,omitempty" jsonschema:"minimum=0,maximum=32"`
+	MaskSizeIPv4 int `default:"--node-cidr-mask-size-ipv4, else 24" json:"maskSizeIPv4,omitempty" jsonschema:"minimum=0,maximum=32"`
 	// MaskSizeIPv6 is the prefix length of a Node's IPv6 pod CIDR.
-	MaskSizeIPv6 int `default:"--node-cidr-mask-size-ipv6" json:"maskSizeIPv6,omitempty" jsonschema:"minimum=0,maximum=128"`
+	MaskSizeIPv6 int `default:"--node-cidr-mask-size-ipv6, else 80" json:"maskSizeIPv6,omitempty" jsonschema:"minimum=0,maximum=128"`
 }
 
 // Service configures load balancers by node IP.

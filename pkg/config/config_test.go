@@ -15,6 +15,7 @@ import (
 
 	"github.com/talos-ccm/talos-ccm/pkg/config"
 	"github.com/talos-ccm/talos-ccm/pkg/csrpolicy"
+	"github.com/talos-ccm/talos-ccm/pkg/machine"
 )
 
 // good is a valid file.
@@ -50,6 +51,7 @@ func goodFiles() []good {
 		{"providerID fallback node-ip", "global: {providerIDFallback: node-ip}", compiled{ProviderIDFallback: config.FallbackNodeIP}},
 		{"providerID fallback uuid", "global: {providerIDFallback: uuid}", compiled{ProviderIDFallback: config.FallbackUUID}},
 
+		{"addresses of rules", "transformations: [{addresses: {InternalIP: '{{ get .Meta \"0x0d\" }}'}, addressCIDRs: ['fd00:8::/32', 10.8.0.0/16]}]", compiled{FactKinds: machine.FactKindsOf("Meta")}},
 		{"topology to follow", "nodes: {topology: follow}", compiled{FollowTopology: true}},
 		{"first external IP per family", "addresses: {externalIPs: first-per-family}", compiled{OneExternalIPPerFamily: true}},
 		{"all external IPs", "addresses: {externalIPs: all}", compiled{}},
@@ -59,6 +61,11 @@ func goodFiles() []good {
 		{"lifecycle", "lifecycle: {gracePeriod: 1m, absentPeriod: 30m, dryRun: true, outOfServiceTaint: true, discovery: true}", compiled{Lifecycle: config.CompiledLifecycle{
 			GracePeriod: time.Minute, AbsentPeriod: 30 * time.Minute, DryRun: true, OutOfServiceTaint: true, Discovery: true,
 		}}},
+
+		{"tables", "transformations: [{labels: {rack: '{{ lookup \"racks\" .UUID }}', none: '{{ lookup \"none\" .UUID }}'}}]\n" +
+			"tables:\n  racks: {CZJ1: r12, '007': 1.10, empty: }\n  none:\n", compiled{}},
+
+		{"labels from tags", "transformations: [{labelsFromTags: {match: '^team/', prefix: example.org/}}, {labelsFromTags: {match: ''}}, {labelsFromTags: }]", compiled{}},
 
 		{"maximum expiration", "csrApproval: {maxExpiration: 720h}", compiled{MaxExpiration: 720 * time.Hour}},
 		{"credential pinning enforced", "csrApproval: {credentialPinning: enforce}", compiled{CredentialPinning: "enforce"}},
@@ -71,18 +78,15 @@ func goodFiles() []good {
 		{"dual-stack pool", "ipam:\n  pools:\n  - {name: a, cidrs: [10.244.0.0/16, 'fd00:1::/48'], maskSizeIPv4: 25, maskSizeIPv6: 64}\n", pools(
 			pool{Name: "a", CIDRs: prefixes("10.244.0.0/16", "fd00:1::/48"), MaskSizeIPv4: 25, MaskSizeIPv6: 64},
 		)},
-		{"block size auto applies where no IPv4 mask size is set", "ipam: {blockSize: auto, pools: [{name: a, cidrs: [10.0.0.0/25]}, {name: b, cidrs: [10.1.0.0/16], maskSize: 26}, {name: c, " +
-			"cidrs: ['fd00::/48'], maskSize: 64}]}", pools(
+		{"block size auto applies where no IPv4 mask size is set", "ipam: {blockSize: auto, pools: [{name: a, cidrs: [10.0.0.0/25]}, {name: b, cidrs: [10.1.0.0/16], maskSizeIPv4: 26}, {name: c, " +
+			"cidrs: ['fd00::/48'], maskSizeIPv6: 64}]}", pools(
 			pool{Name: "a", CIDRs: prefixes("10.0.0.0/25"), BlockSizeAuto: true},
 			pool{Name: "b", CIDRs: prefixes("10.1.0.0/16"), MaskSizeIPv4: 26},
 			pool{Name: "c", CIDRs: prefixes("fd00::/48"), MaskSizeIPv6: 64, BlockSizeAuto: true},
 			pool{BlockSizeAuto: true},
 		)},
 		{"mask size of an IP family without CIDRs", "ipam: {pools: [{name: a, cidrs: [10.0.0.0/16], maskSizeIPv6: 96}]}", pools(pool{Name: "a", CIDRs: prefixes("10.0.0.0/16"), MaskSizeIPv6: 96})},
-		{"maskSize applies to the IP family of the pool", "ipam: {pools: [{name: a, cidrs: [10.0.0.0/16], maskSize: 26}, {name: b, cidrs: ['fd00::/56'], maskSize: 72}]}", pools(
-			pool{Name: "a", CIDRs: prefixes("10.0.0.0/16"), MaskSizeIPv4: 26}, pool{Name: "b", CIDRs: prefixes("fd00::/56"), MaskSizeIPv6: 72},
-		)},
-		{"pools of one CIDR with blocks of different sizes", "ipam: {pools: [{name: a, cidrs: [10.0.0.0/16], maskSize: 25}, {name: b, cidrs: [10.0.0.0/16], maskSize: 22}]}", pools(
+		{"pools of one CIDR with blocks of different sizes", "ipam: {pools: [{name: a, cidrs: [10.0.0.0/16], maskSizeIPv4: 25}, {name: b, cidrs: [10.0.0.0/16], maskSizeIPv4: 22}]}", pools(
 			pool{Name: "a", CIDRs: prefixes("10.0.0.0/16"), MaskSizeIPv4: 25}, pool{Name: "b", CIDRs: prefixes("10.0.0.0/16"), MaskSizeIPv4: 22},
 		)},
 		{"adjacent CIDRs", "ipam: {pools: [{name: a, cidrs: [10.0.0.0/24, 10.0.2.0/24]}, {name: b, cidrs: [10.0.1.0/24]}]}", pools(
@@ -92,8 +96,8 @@ func goodFiles() []good {
 			Default: true, Addresses: config.AddressesInternal, ExternalCIDRs: []string{"2001:db8::/32"}, ReservedPorts: []int{443},
 		}}},
 		{"aliases", "ipam: {pools: [{name: a, cidrs: &site [10.0.0.0/16]}]}\nglobal: &empty {}\nnodes: *empty\n", pools(pool{Name: "a", CIDRs: prefixes("10.0.0.0/16")})},
-		{"merge keys", "ipam:\n  pools:\n  - &a {name: a, cidrs: [10.0.0.0/16], maskSize: 26}\n  - {<<: *a, name: b, cidrs: [10.1.0.0/16]}\n" +
-			"  - {name: c, <<: [{maskSize: 27}, *a], cidrs: [10.2.0.0/16]}\n", pools(
+		{"merge keys", "ipam:\n  pools:\n  - &a {name: a, cidrs: [10.0.0.0/16], maskSizeIPv4: 26}\n  - {<<: *a, name: b, cidrs: [10.1.0.0/16]}\n" +
+			"  - {name: c, <<: [{maskSizeIPv4: 27}, *a], cidrs: [10.2.0.0/16]}\n", pools(
 			pool{Name: "a", CIDRs: prefixes("10.0.0.0/16"), MaskSizeIPv4: 26},
 			pool{Name: "b", CIDRs: prefixes("10.1.0.0/16"), MaskSizeIPv4: 26},
 			pool{Name: "c", CIDRs: prefixes("10.2.0.0/16"), MaskSizeIPv4: 27},
@@ -175,9 +179,9 @@ func badFiles() []badFile {
 		bad("text after an unquoted template", "transformations:\n- labels:\n    zone: {{ .Zone }}-a\n", byParser,
 			`:3:22: invalid YAML: did not find expected key while parsing a block mapping; a value that begins with "{{" must be quoted`),
 		bad("tab", "transformations:\n- name: web\n\tlabels: {}\n", byParser,
-			`:3:1: invalid YAML: found a tab character that violates indentation while scanning a plain scalar; indent with spaces instead of tabs`),
+			`:3:1: invalid YAML: found a tab character that violates indentation while scanning a plain scalar`),
 		bad("tab at the start", "transformations:\n\t- name: web\n", byParser,
-			`:2:1: invalid YAML: found character that cannot start any token while scanning for the next token; indent with spaces instead of tabs`),
+			`:2:1: invalid YAML: found character that cannot start any token while scanning for the next token`),
 		bad("character that must be quoted", "transformations:\n- labels:\n    team: @web\n", byParser,
 			`:3:11: invalid YAML: found character that cannot start any token while scanning for the next token`),
 		bad("regular expression in double quotes", "nodes: {selector: [{matchExpressions: [{key: zone, operator: Regexp, values: [\"\\d\"]}]}]}\n", byParser,
@@ -201,14 +205,14 @@ func badFiles() []badFile {
 		bad("merge key that is not a mapping", "global:\n  <<: [a]\n", byParser, ":2:7: global.<<: must be a mapping or a list of mappings"),
 
 		// Unknown, misplaced and missing keys.
-		bad("unknown key", "global: {}\nwhatever: 1\n", bySchema, ":2:1: whatever: unknown key; expected global, transformations, nodes, addresses, csrApproval, ipam"),
+		bad("unknown key", "global: {}\nwhatever: 1\n", bySchema, ":2:1: whatever: unknown key; expected global, transformations, tables, nodes, addresses, csrApproval, ipam"),
 		bad("misspelled key at the top level", "transformation: []\n", bySchema, ":1:1: transformation: unknown key; expected global, transformations, "),
 		bad("misspelled key in a rule", "transformations:\n- {name: web}\n- name: db\n  lables: {a: b}\n", bySchema,
 			`:4:3: transformations[1].lables (rule "db"): unknown key; expected name, nodeSelector, `),
 		bad("key in another case", "global: {ClusterName: a}\n", bySchema, ":1:10: global.ClusterName: unknown key; expected clusterName, preferIPv6, providerIDFallback"),
 		bad("key at the wrong indentation", "transformations:\n- name: web\n  nodeSelector:\n  - matchExpressions: []\n    labels: {a: b}\n", bySchema,
-			`:5:5: transformations[0].nodeSelector[0].labels (rule "web"): unknown key; it belongs to transformations[0]: check the indentation`),
-		bad("key that belongs to the top level", "global:\n  nodes: {}\n", bySchema, ":2:3: global.nodes: unknown key; it belongs to the top level: check the indentation"),
+			`:5:5: transformations[0].nodeSelector[0].labels (rule "web"): unknown key; expected name, matchExpressions`),
+		bad("key that belongs to the top level", "global:\n  nodes: {}\n", bySchema, ":2:3: global.nodes: unknown key; expected clusterName"),
 		bad("feature of drafts of the upstream Talos CCM", "transformations:\n- features:\n    publicIPPredict: true\n", bySchema,
 			":3:5: transformations[0].features.publicIPPredict: unknown key; expected publicIPDiscovery"),
 		bad("both spellings of a key", "global:\n  preferIPv6: true\n  PreferIPv6: true\n", bySchema, ":3:3: global.PreferIPv6: cannot be combined with preferIPv6, which is another spelling of this key"),
@@ -226,11 +230,13 @@ func badFiles() []badFile {
 		bad("empty list item", "transformations:\n-\n- name: a\n", bySchema, ":2:2: transformations[0]: Required value: list item is empty"),
 		bad("quoted boolean", "global: {preferIPv6: 'true'}\n", bySchema, `:1:22: global.preferIPv6: must be true or false, not the string "true"`),
 		bad("YAML 1.1 boolean", "global: {preferIPv6: yes}\n", bySchema, `:1:22: global.preferIPv6: must be true or false, not the string "yes"`),
-		bad("quoted number", "ipam: {pools: [{name: a, cidrs: [10.0.0.0/16], maskSize: '24'}]}", bySchema, `:1:58: ipam.pools[0].maskSize (pool "a"): must be a decimal integer, not the string "24"`),
-		bad("fraction instead of integer", "ipam: {pools: [{name: a, cidrs: [10.0.0.0/16], maskSize: 24.5}]}", bySchema, `:1:58: ipam.pools[0].maskSize (pool "a"): must be a decimal integer, not "24.5"`),
-		bad("leading zero", "ipam: {pools: [{name: a, cidrs: [10.0.0.0/16], maskSize: 030}]}", byParser, `:1:58: ipam.pools[0].maskSize (pool "a"): must be a decimal integer, not "030"`),
-		bad("integer that overflows", "ipam: {pools: [{name: a, cidrs: [10.0.0.0/16], maskSize: 99999999999999999999}]}", bySchema,
-			`:1:58: ipam.pools[0].maskSize (pool "a"): must be a decimal integer, not "99999999999999999999"`),
+		bad("quoted number", "ipam: {pools: [{name: a, cidrs: [10.0.0.0/16], maskSizeIPv4: '24'}]}", bySchema,
+			`:1:62: ipam.pools[0].maskSizeIPv4 (pool "a"): must be a decimal integer, not the string "24"`),
+		bad("fraction instead of integer", "ipam: {pools: [{name: a, cidrs: [10.0.0.0/16], maskSizeIPv4: 24.5}]}", bySchema,
+			`:1:62: ipam.pools[0].maskSizeIPv4 (pool "a"): must be a decimal integer, not "24.5"`),
+		bad("leading zero", "ipam: {pools: [{name: a, cidrs: [10.0.0.0/16], maskSizeIPv4: 030}]}", byParser, `:1:62: ipam.pools[0].maskSizeIPv4 (pool "a"): must be a decimal integer, not "030"`),
+		bad("integer that overflows", "ipam: {pools: [{name: a, cidrs: [10.0.0.0/16], maskSizeIPv4: 99999999999999999999}]}", bySchema,
+			`:1:62: ipam.pools[0].maskSizeIPv4 (pool "a"): must be a decimal integer, not "99999999999999999999"`),
 
 		// Values.
 		bad("cluster name that is not a label value", "global: {clusterName: my shop}\n", byParser, `:1:10: global.clusterName: "my shop": must be a valid label value: `),
@@ -283,6 +289,19 @@ func badFiles() []badFile {
 			`:7:7: transformations[0].nodeSelector[0].matchExpressions[0].values (rule "web"): `),
 		bad("invalid template", "transformations:\n- name: web\n  labels:\n    a: b\n    zone: '{{ .Zone }'\n", byParser, `:5:5: transformations[0].labels[zone] (rule "web"): `),
 		bad("unknown template variable", "transformations:\n- name: web\n  annotations:\n    zone: '{{ .Zoen }}'\n", byParser, `:4:5: transformations[0].annotations[zone] (rule "web"): `),
+		bad("labels from tags", "transformations:\n- name: web\n  labelsFromTags: {match: '(', prefix: kubernetes.io/}\n- labelsFromTags: {prefix: a}\n- labelsFromTags: ^team/\n", bySchema,
+			`:3:20: transformations[0].labelsFromTags.match (rule "web"): error parsing regexp`,
+			`:3:32: transformations[0].labelsFromTags.prefix (rule "web"): key "kubernetes.io/name" cannot be set from tags`,
+			`:4:3: transformations[1].labelsFromTags.match: Required value`,
+			`:5:19: transformations[2].labelsFromTags: must be a mapping, not the string "^team/"`),
+		bad("prefix of Kubernetes for labels from tags", "transformations:\n- labelsFromTags: {match: a, prefix: a.k8s.io/}\n", byParser,
+			`:2:30: transformations[0].labelsFromTags.prefix: key "a.k8s.io/name" cannot be set from tags`),
+		bad("unknown table", "tables: {racks: {}}\ntransformations:\n- name: web\n  labels:\n    rack: '{{ lookup \"rack\" .UUID }}'\n", byParser,
+			`:5:5: transformations[0].labels[rack] (rule "web"): unknown table "rack"; tables of the configuration: racks`),
+		bad("table that is not one", "tables:\n  racks: [a]\n  rows: {r1: {site: a}}\n", bySchema,
+			`:2:10: tables[racks]: must be a mapping, not a list`,
+			`:3:14: tables[rows][r1]: must be a string, not a mapping`),
+		bad("key twice in a table", "tables:\n  racks:\n    CZJ1: r1\n    CZJ1: r2\n", byParser, ":4:5: tables[racks][CZJ1]: duplicate key, first set in line 3"),
 		bad("invalid label, annotation and taint", "transformations:\n- name: web\n"+
 			"  labels:\n    foo bar: a\n    team: a b\n  annotations:\n    'a/b/c': x\n  taints:\n    a b: NoSchedule\n    a: Never\n", byParser,
 			`:4:5: transformations[0].labels[foo bar] (rule "web"): `,
@@ -297,6 +316,13 @@ func badFiles() []badFile {
 			":4:5: transformations[0].platformMetadata[Color]: "),
 		bad("providerID that identifies no instance", "transformations:\n- platformMetadata:\n    ProviderID: web-1\n", byParser,
 			`:3:5: transformations[0].platformMetadata[ProviderID]: "web-1" does not identify an instance`),
+		bad("addresses outside their CIDRs, and without CIDRs", "transformations:\n- name: nat\n  addresses:\n    ExternalIP: 192.0.2.1\n    InternalIP: 10.8.0.1\n"+
+			"  addressCIDRs:\n  - 10.8.0.0/16\n- addresses: {ExternalIP: '{{ .Meta.nat }}'}\n", byParser,
+			`:4:5: transformations[0].addresses[ExternalIP] (rule "nat"): "192.0.2.1" is in none of the rule's addressCIDRs`,
+			`:8:3: transformations[1].addressCIDRs: Required value: must contain the rule's addresses`),
+		bad("addresses with invalid or no CIDRs", "transformations:\n- addresses: {ExternalIP: 192.0.2.1}\n  addressCIDRs: [192.0.2.1/24]\n- addresses: {ExternalIP: 192.0.2.2}\n", byParser,
+			`:3:18: transformations[0].addressCIDRs[0]: "192.0.2.1/24" has host bits set; did you mean 192.0.2.0/24?`,
+			`:4:3: transformations[1].addressCIDRs: Required value: must contain the rule's addresses`),
 		bad("rules with the same name", "transformations:\n- name: web\n- name: db\n- name: web\n", byParser, `:4:3: transformations[2].name (rule "web"): `),
 		bad("selector keys that are unknown or for pools only", "nodes: {selector: [{matchExpressions: [{key: color, operator: Exists}]}]}\ntransformations:\n- name: web\n"+
 			"  nodeSelector: [{matchExpressions: [{key: labels.a, operator: Exists}]}]\n"+
@@ -340,20 +366,15 @@ func badFiles() []badFile {
 			`:6:13: ipam.pools[1].cidrs[0] (pool "large"): "fd00:0:0:5::/64": overlaps fd00::/48 of pool "small" in line 4`,
 			`:6:32: ipam.pools[1].cidrs[1] (pool "large"): "10.0.0.0/8": overlaps 10.1.0.0/16 of pool "small" in line 4`,
 			`:8:29: ipam.pools[2].cidrs[1] (pool "twice"): "192.168.0.0/16": overlaps 192.168.0.0/16 of pool "twice" in line 8`),
-		bad("mask size that does not fit the CIDR", "ipam:\n  pools:\n  - {name: a, cidrs: [10.0.0.0/16], maskSize: 15}\n  - {name: b, cidrs: ['fd00::/48'], maskSizeIPv6: 40}\n"+
-			"  - {name: c, cidrs: ['fd01::/16'], maskSize: 96}\n", byParser,
-			`:3:37: ipam.pools[0].maskSize (pool "a"): `,
+		bad("mask size that does not fit the CIDR", "ipam:\n  pools:\n  - {name: a, cidrs: [10.0.0.0/16], maskSizeIPv4: 15}\n  - {name: b, cidrs: ['fd00::/48'], maskSizeIPv6: 40}\n"+
+			"  - {name: c, cidrs: ['fd01::/16'], maskSizeIPv6: 96}\n", byParser,
+			`:3:37: ipam.pools[0].maskSizeIPv4 (pool "a"): `,
 			`:4:37: ipam.pools[1].maskSizeIPv6 (pool "b"): `,
-			`:5:37: ipam.pools[2].maskSize (pool "c"): `),
-		bad("mask size of the other IP family", "ipam:\n  pools:\n  - {name: a, cidrs: [10.0.0.0/16], maskSize: 64}\n", byParser, `:3:37: ipam.pools[0].maskSize (pool "a"): `),
+			`:5:37: ipam.pools[2].maskSizeIPv6 (pool "c"): `),
 		bad("mask size that is too large", "ipam: {pools: [{name: a, cidrs: [10.0.0.0/16], maskSizeIPv4: 33}]}", bySchema,
 			`:1:48: ipam.pools[0].maskSizeIPv4 (pool "a"): 33: must be between 1 and 32`),
 		bad("negative mask size", "ipam: {pools: [{name: a, cidrs: [10.0.0.0/16], maskSizeIPv4: -1}]}", bySchema,
 			`:1:48: ipam.pools[0].maskSizeIPv4 (pool "a"): -1: must be between 1 and 32`),
-		bad("maskSize in a dual-stack pool", "ipam: {pools: [{name: a, cidrs: [10.0.0.0/16, 'fd00::/48'], maskSize: 24}]}", byParser,
-			`:1:61: ipam.pools[0].maskSize (pool "a"): Forbidden: the pool has IPv4 and IPv6 CIDRs; use maskSizeIPv4 and maskSizeIPv6`),
-		bad("maskSize with maskSizeIPv4", "ipam: {pools: [{name: a, cidrs: [10.0.0.0/16], maskSize: 24, maskSizeIPv4: 24}]}", byParser,
-			`:1:48: ipam.pools[0].maskSize (pool "a"): Forbidden: cannot be combined with maskSizeIPv4 or maskSizeIPv6`),
 		bad("small CIDR without mask size", "ipam: {pools: [{name: a, cidrs: [10.0.0.0/25]}]}", byParser,
 			`:1:16: ipam.pools[0].maskSizeIPv4 (pool "a"): Required value: 10.0.0.0/25 is smaller than a pod CIDR of the default mask size`),
 	}
@@ -417,6 +438,21 @@ func TestParse_OmitsConsequentialProblems(t *testing.T) {
 
 func TestParse_RefusesLargeFiles(t *testing.T) {
 	assertProblems(t, strings.Repeat("#\n", config.MaxSize/2+1), ": file is larger than 1048576 bytes")
+}
+
+func TestParse_BoundsTables(t *testing.T) {
+	rows := func(count int) (table string) {
+		for i := range count {
+			table += fmt.Sprintf("%d: a,", i)
+		}
+
+		return table
+	}
+
+	_, err := config.Parse("config.yaml", []byte("tables: {a: {"+rows(config.MaxRows-1)+"}, b: {"+rows(1)+"}}"))
+	require.NoError(t, err)
+
+	assertProblems(t, "tables: {a: {"+rows(config.MaxRows)+"}, b: {"+rows(1)+"}}", ":1:1: tables: Too many: 10001: must have at most 10000 items")
 }
 
 func TestParse_BoundsNumberOfProblems(t *testing.T) {

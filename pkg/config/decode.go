@@ -17,8 +17,6 @@ type decoder struct {
 	problems []Problem
 	// values are what has been read, by path. The path of the document is empty.
 	values map[string]entry
-	// parents are the structs that contain the current value, outermost first.
-	parents []parent
 	// merging are the mappings whose merge keys are being read.
 	merging map[*yaml.Node]bool
 }
@@ -27,11 +25,6 @@ type decoder struct {
 type entry struct {
 	key, value *yaml.Node
 	path       string
-}
-
-type parent struct {
-	typ  reflect.Type
-	path string
 }
 
 func newDecoder() *decoder {
@@ -174,16 +167,13 @@ func (d *decoder) setStruct(n *yaml.Node, into reflect.Value, path string) {
 	t := into.Type()
 	present := map[string]string{}
 
-	d.parents = append(d.parents, parent{t, path})
-	defer func() { d.parents = d.parents[:len(d.parents)-1] }()
-
 	for _, e := range d.entries(n, t, path) {
 		key := e.key.Value
 		f, known := fieldOf(t, key)
 
 		switch {
 		case !known:
-			d.report(e.key, e.path, "unknown key; %s", d.hint(key, t))
+			d.report(e.key, e.path, "unknown key; expected %s", strings.Join(keysOf(t), ", "))
 		case present[f.Name] != "":
 			d.report(e.key, e.path, "cannot be combined with %s, which is another spelling of this key", present[f.Name])
 		default:
@@ -236,22 +226,13 @@ func isNull(n *yaml.Node) bool {
 	return n.Kind == yaml.ScalarNode && n.ShortTag() == "!!null"
 }
 
-// hint returns what may have been meant by a key that the struct does not have.
-func (d *decoder) hint(key string, t reflect.Type) string {
-	for _, p := range slices.Backward(d.parents) {
-		if _, found := fieldOf(p.typ, key); found {
-			return "it belongs to " + cmp.Or(p.path, "the top level") + ": check the indentation"
-		}
-	}
-
-	var names []string
-
+func keysOf(t reflect.Type) (names []string) {
 	for f := range t.Fields() {
 		name, _ := keyOf(f)
 		names = append(names, name)
 	}
 
-	return "expected " + strings.Join(names, ", ")
+	return names
 }
 
 // setMap reads a mapping of strings to strings. A key without a value is an empty string, as in the upstream Talos CCM.

@@ -88,7 +88,7 @@ func requirePublished(t *testing.T, metadata runtime.PlatformMetadataSpec) {
 	}
 }
 
-const platformTable = "| platform | providerID | Talos also publishes | differs in the CCM |"
+const platformTable = "| platform | providerID | Talos also publishes |"
 
 func TestDocs_Platforms(t *testing.T) {
 	missing := []string{"container", platforms.MetalPlatform().Name}
@@ -266,15 +266,18 @@ func TestDocs_SelectorKeys(t *testing.T) {
 func TestDocs_Functions(t *testing.T) {
 	missing := rules.Functions()
 
-	for _, row := range table(t, "| function | example | gives |") {
-		for _, name := range code.FindAllStringSubmatch(row[0], -1) {
-			assert.Contains(t, rules.Functions(), name[1])
+	for _, row := range table(t, "| function | gives |") {
+		spans := code.FindAllStringSubmatch(row[0], -1)
 
-			missing = slices.DeleteFunc(missing, func(known string) bool { return known == name[1] })
+		for _, span := range spans {
+			name, _, _ := strings.Cut(span[1], " ")
+			assert.Contains(t, rules.Functions(), name)
+
+			missing = slices.DeleteFunc(missing, func(known string) bool { return known == name })
 		}
 
-		example, want := code.FindStringSubmatch(row[1])[1], code.FindStringSubmatch(row[2])[1]
-		assert.Equal(t, want, apply(t, example), example)
+		example, want := spans[0][1], code.FindStringSubmatch(row[1])[1]
+		assert.Equal(t, want, apply(t, "{{ "+example+" }}"), example)
 	}
 
 	assert.Equal(t, []string{"fail"}, missing, "functions without a row")
@@ -292,7 +295,9 @@ func TestDocs_Variables(t *testing.T) {
 func apply(t *testing.T, template string) string {
 	t.Helper()
 
-	compiled, mistakes := rules.Compile([]rules.Rule{{Annotations: map[string]string{"example.org/value": template}}}, nil)
+	tables := rules.Tables{"racks": {"CZJ1230A1B": "r12"}} // as on the page
+
+	compiled, mistakes := rules.Compile([]rules.Rule{{Annotations: map[string]string{"example.org/value": template}}}, tables, nil)
 	require.Empty(t, mistakes)
 
 	result := compiled.Apply(rules.Facts{})

@@ -12,13 +12,10 @@ import (
 // unquotedTemplate is the hint for a value that isUnquotedTemplate finds.
 const unquotedTemplate = `a value that begins with "{{" must be quoted`
 
-var (
-	bareTemplate = regexp.MustCompile(`[:,\[{-]\s+\{\{`)
-	tab          = regexp.MustCompile(`^ *\t`)
-)
+var bareTemplate = regexp.MustCompile(`[:,\[{-]\s+\{\{`)
 
-// syntaxProblem returns an error of the YAML library with its position. It adds a hint for tabs, unquoted templates and
-// regular expressions in double quotes, since the library's message does not suggest any.
+// syntaxProblem returns an error of the YAML library with its position. It adds a hint for unquoted
+// templates, since the library's message does not suggest any.
 func syntaxProblem(data string, err error) Problem {
 	e := &yaml.LoadError{Message: err.Error()}
 	errors.As(err, &e)
@@ -41,12 +38,7 @@ func syntaxProblem(data string, err error) Problem {
 		p.Line, p.Column = len(lines), 0
 	}
 
-	switch line := lines[p.Line-1]; {
-	case strings.Contains(e.Message, "unknown escape character"):
-		p.Msg += "; write a regular expression in single quotes"
-	case tab.MatchString(line):
-		p.Msg += "; indent with spaces instead of tabs"
-	case bareTemplate.MatchString(line):
+	if bareTemplate.MatchString(lines[p.Line-1]) {
 		p.Msg += "; " + unquotedTemplate
 	}
 

@@ -93,6 +93,6 @@ transformations:
       publicIPPredict: true
     platformMetadata:
       hostname: web-1
-`, ":3:3: global.endpoints: unknown key", `:9:9: transformations[0].nodeSelector[0].labels (rule "web"): unknown key; it belongs to transformations[0]`,
+`, ":3:3: global.endpoints: unknown key", `:9:9: transformations[0].nodeSelector[0].labels (rule "web"): unknown key; expected name, matchExpressions`,
 		`:12:7: transformations[0].features.publicIPPredict (rule "web"): unknown key`, `:14:7: transformations[0].platformMetadata[hostname] (rule "web"): `)
 }

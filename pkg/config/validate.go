@@ -58,33 +58,6 @@ type Compiled struct {
 	Warnings []Problem
 	// Environment are the variables in the ExtensionServiceConfig document. Only ParseFile returns them.
 	Environment []string
-
-	ruleCount int
-}
-
-// String returns a one-line summary.
-func (c *Compiled) String() string {
-	pools, sans := 0, 0
-
-	for _, pool := range c.Pools {
-		if pool.Name != "" { // blockSize adds one
-			pools++
-		}
-	}
-
-	for _, entry := range c.AllowedSANs {
-		sans += len(entry.DNSNames) + len(entry.IPAddresses)
-	}
-
-	return fmt.Sprintf("valid: %s, %s, %s", count(c.ruleCount, "rule"), count(pools, "pool"), count(sans, "allowed SAN"))
-}
-
-func count(n int, noun string) string {
-	if n != 1 {
-		noun += "s"
-	}
-
-	return fmt.Sprintf("%d %s", n, noun)
 }
 
 // CompiledLifecycle are the settings of the lifecycle of Nodes.
@@ -135,8 +108,9 @@ func (d *decoder) validate(file *Config) *Compiled {
 	v := &validator{file: d}
 	global, nodes, ipam, service := field.NewPath("global"), field.NewPath("nodes"), field.NewPath("ipam"), field.NewPath("service")
 	transformations := field.NewPath("transformations")
-	set, errs := rules.Compile(file.Transformations, transformations)
+	set, errs := rules.Compile(file.Transformations, file.Tables, transformations)
 	v.errs, v.warnings = errs, rules.Warnings(file.Transformations, transformations)
+	v.tables(field.NewPath("tables"), file.Tables)
 
 	if reasons := validation.IsValidLabelValue(file.Global.ClusterName); len(reasons) > 0 {
 		v.invalid(global.Child("clusterName"), file.Global.ClusterName, "must be a valid label value: %s", strings.Join(reasons, "; "))
@@ -181,7 +155,6 @@ func (d *decoder) validate(file *Config) *Compiled {
 		Pools:       v.pools(ipam.Child("pools"), file.IPAM),
 		Service:     file.Service,
 		Lifecycle:   v.lifecycle(field.NewPath("lifecycle"), file.Lifecycle),
-		ruleCount:   len(file.Transformations),
 
 		IPAMFallback: file.IPAM.FallbackToClusterCIDRs,
 	}
@@ -191,6 +164,17 @@ func (d *decoder) validate(file *Config) *Compiled {
 	v.report()
 
 	return compiled
+}
+
+func (v *validator) tables(path *field.Path, tables rules.Tables) {
+	rows := 0
+	for _, table := range tables {
+		rows += len(table)
+	}
+
+	if rows > MaxRows {
+		v.errs = append(v.errs, field.TooMany(path, rows, MaxRows))
+	}
 }
 
 func (v *validator) report() {
@@ -407,38 +391,23 @@ func (v *validator) overlaps(path *field.Path, pools []Pool, all []pooled, added
 // maskSizes sets the mask sizes of the pool, and refuses those that do not fit its CIDRs.
 func (v *validator) maskSizes(path *field.Path, e Pool, pool *CompiledPool, size Choice) {
 	reported := len(v.errs)
-	hasIPv4 := slices.ContainsFunc(pool.CIDRs, func(prefix netip.Prefix) bool { return prefix.Addr().Is4() })
-	hasIPv6 := slices.ContainsFunc(pool.CIDRs, func(prefix netip.Prefix) bool { return prefix.Addr().Is6() })
-	keyIPv4, keyIPv6 := "maskSizeIPv4", "maskSizeIPv6"
+	atIPv4, atIPv6 := path.Child("maskSizeIPv4"), path.Child("maskSizeIPv6")
 	pool.MaskSizeIPv4, pool.MaskSizeIPv6 = e.MaskSizeIPv4, e.MaskSizeIPv6
+	pool.BlockSizeAuto = size == "auto" && pool.MaskSizeIPv4 == 0
 
-	v.between(path.Child(keyIPv4), e.MaskSizeIPv4, 32)
-	v.between(path.Child(keyIPv6), e.MaskSizeIPv6, 128)
-
-	switch at := path.Child("maskSize"); {
-	case e.MaskSize == 0:
-	case max(e.MaskSizeIPv4, e.MaskSizeIPv6) > 0:
-		v.errs = append(v.errs, field.Forbidden(at, "cannot be combined with maskSizeIPv4 or maskSizeIPv6"))
-	case hasIPv4 && hasIPv6:
-		v.errs = append(v.errs, field.Forbidden(at, "the pool has IPv4 and IPv6 CIDRs; use maskSizeIPv4 and maskSizeIPv6"))
-	case hasIPv4:
-		pool.MaskSizeIPv4, keyIPv4 = e.MaskSize, "maskSize"
-	default:
-		pool.MaskSizeIPv6, keyIPv6 = e.MaskSize, "maskSize"
-	}
+	v.between(atIPv4, e.MaskSizeIPv4, 32)
+	v.between(atIPv6, e.MaskSizeIPv6, 128)
 
 	if len(v.errs) > reported {
 		return
 	}
 
-	pool.BlockSizeAuto = size == "auto" && pool.MaskSizeIPv4 == 0
-
 	// CIDRs that are smaller than the default mask sizes of the flags need one of their own.
 	for _, prefix := range pool.CIDRs {
 		if prefix.Addr().Is6() {
-			v.maskSize(path.Child(keyIPv6), prefix, pool.MaskSizeIPv6, 80)
+			v.maskSize(atIPv6, prefix, pool.MaskSizeIPv6, 80)
 		} else if !pool.BlockSizeAuto {
-			v.maskSize(path.Child(keyIPv4), prefix, pool.MaskSizeIPv4, 24)
+			v.maskSize(atIPv4, prefix, pool.MaskSizeIPv4, 24)
 		}
 	}
 }

@@ -120,6 +120,7 @@ func TestAddresses_GuardControlPlaneNodes(t *testing.T) {
 	publish(g.Suite, "kubernetes", "192.0.2.1", "192.0.2.3")
 	g.want("guard-cp", "192.0.2.1", dialed)
 	g.want("guard-cp", "192.0.2.3", dialed)
+	g.want("guard-cp", "192.0.2.2", "neither")
 }
 
 // Other Nodes must not cause continuous reads of the addresses.

@@ -260,9 +260,9 @@ func (r *Reader) publish(ctx context.Context) {
 
 	switch {
 	case r.paused && !wasPaused:
-		logger.Info("Cluster identity incomplete; CSR approval paused, retrying", "err", err)
+		logger.Info("Cluster identity incomplete; retrying", "err", err)
 	case wasPaused && !r.paused:
-		logger.Info("Cluster identity complete; CSR approval resumed")
+		logger.Info("Cluster identity complete")
 	case err != nil:
 		logger.V(2).Info("Failed to read some facts about the control plane; using their last known values", "err", err)
 	}

@@ -111,6 +111,8 @@ func (c *checker) checkOwnAddress(ip netip.Addr) {
 	case !c.machineKnown():
 	case c.Machine.Excludes(ip):
 		c.notOwned(CodeExcludedAddress, ip.String(), "IP address %s is in a subnet that the machine excludes from node IPs", ip)
+	case len(own) == 0 && slices.ContainsFunc(c.Policy.PendingIPs, equals(ip)):
+		c.pending(CodeUnknownAddress, "IP address %s is set by a rule, and Node %.80q does not have it yet", ip, c.nodename)
 	case !slices.ContainsFunc(own, isUncontested):
 		c.notOwned(CodeUnknownAddress, ip.String(), "IP address %s is not reported by the machine", ip)
 	case !slices.ContainsFunc(own, isOnNetwork) && !slices.ContainsFunc(c.Machine.NodeIPs, equals(ip)):

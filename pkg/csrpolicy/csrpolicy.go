@@ -164,6 +164,8 @@ type Policy struct {
 	ExtraIPs   []netip.Addr
 	// PendingNames are names that the rules produce from incomplete facts. Review does not allow them; they are reserved.
 	PendingNames []string
+	// PendingIPs are addresses that the rules set, and that the Node does not have yet. A request for one stays pending.
+	PendingIPs []netip.Addr
 	// PodCIDRs are ranges from which pod CIDRs are allocated. A request for an address in one stays pending.
 	PodCIDRs []netip.Prefix
 	// EnforceCredential keeps requests pending that were made with an unexpected client certificate.

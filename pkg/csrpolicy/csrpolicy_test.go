@@ -9,6 +9,7 @@ import (
 	"net/netip"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
@@ -228,5 +229,53 @@ func TestReview_MessagesNameSubjectsAndOwners(t *testing.T) {
 		}
 
 		assert.Equal(t, want, got, changes)
+	}
+}
+
+// The kubelet requests the address when the Node lists it. A denial would be wrong if it comes before, or if another Node has
+// the address.
+func TestReview_KeepsRequestForAddressOfRulePending(t *testing.T) {
+	const ip = "198.51.100.7"
+
+	for name, test := range map[string]struct {
+		change func(e *csrpolicy.Evidence)
+		want   csrpolicy.Decision
+	}{
+		"the Node does not have it": {func(e *csrpolicy.Evidence) { e.Policy.PendingIPs = []netip.Addr{addr(ip)} }, csrpolicy.Pending},
+		"another Node has it": {func(e *csrpolicy.Evidence) {
+			e.Policy.PendingIPs = []netip.Addr{addr(ip)}
+			e.Owners = map[string]map[string]time.Time{ip: {"worker-2": {}}}
+		}, csrpolicy.Pending},
+		"no rule sets it": {func(*csrpolicy.Evidence) {}, csrpolicy.Denied},
+		"the Node has it": {func(e *csrpolicy.Evidence) { e.Policy.ExtraIPs = []netip.Addr{addr(ip)} }, csrpolicy.Approved},
+		"it is of Service": {func(e *csrpolicy.Evidence) {
+			e.Policy.PendingIPs = []netip.Addr{addr(ip)}
+			e.Cluster.Stated.ServiceCIDRs = []netip.Prefix{netip.MustParsePrefix(ip + "/32")}
+		}, csrpolicy.Denied},
+	} {
+		s := asks("worker-1")
+		s.evidence.Listed = []string{"worker-1"}
+		s.pkcs10.addIP(addr(ip))
+		test.change(&s.evidence)
+		assert.Equal(t, test.want, s.review(t).Decision, name)
+	}
+}
+
+// No rule gives a Node such an address, whichever source knows it.
+func TestClusterIdentity_SourceOfAddresses(t *testing.T) {
+	podCIDRs := []netip.Prefix{netip.MustParsePrefix("10.250.0.0/16")}
+
+	for ip, want := range map[string]string{
+		"192.0.2.1":    "the API server",
+		"10.0.0.2":     "the API server",
+		"10.96.7.7":    "the API server",
+		"fd00:96::7":   "the API server",
+		"10.0.0.100":   "the API server",
+		"10.244.3.3":   `machine "cp-1"`,
+		"10.250.3.3":   "the configuration of talos-ccm",
+		"10.0.0.12":    "",
+		"198.51.100.5": "",
+	} {
+		assert.Equal(t, want, clusterIdentity().SourceOf(addr(ip), podCIDRs), ip)
 	}
 }

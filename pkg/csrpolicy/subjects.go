@@ -67,6 +67,15 @@ func (c *checker) sourceOf(has func(ClusterSubjects) bool) string {
 	return ""
 }
 
+// SourceOf returns the source according to which an address is of the cluster itself or in podCIDRs; empty if there is none.
+func (i ClusterIdentity) SourceOf(ip netip.Addr, podCIDRs []netip.Prefix) string {
+	c := checker{Evidence: Evidence{Cluster: i, Policy: Policy{PodCIDRs: podCIDRs}}}
+
+	return c.sourceOf(func(s ClusterSubjects) bool {
+		return reservedCIDR(s, ip) != "" || slices.ContainsFunc(s.APIServerIPs, equals(ip))
+	})
+}
+
 // checkAPIServer reports whether the machine may have a name or an address of the API server, and adds the reason if not.
 // Only a control-plane machine may. Both the Node and the machine must have that role: a worker can report any role, and
 // an operator can label a worker.

@@ -47,6 +47,10 @@ func TestInventory_SharedNameIgnoresFormerNames(t *testing.T) {
 	assert.Empty(t, f.SharedName(name, "new"))
 	f.do(view("other", named("n2")))
 	assert.Equal(t, []string{"other"}, f.SharedName(name, "new"))
+
+	// Another machine has the address of one whose connection is still open.
+	f = newFixture(view("one", reached(named("n1"), "10.0.0.1")), view("other", reached(named("n2"), "10.0.0.1")))
+	assert.Equal(t, []string{"one"}, f.SharedName(name, "other"))
 }
 
 // Two machines respond under one name, and each in turn moves the Node to its address.
@@ -87,6 +91,7 @@ func TestInventory_RenamedToNeedsProof(t *testing.T) {
 		{"responds under another name at another address", steps{view("old", original), unreachable("old"), view("new", original)}, "new"},
 		{"mismatch, then unreachable", steps{view("old", original), mismatch("old", "new"), unreachable("old"), view("new", original)}, "new"},
 		{"reinstalled under another name", steps{view("old", original), mismatch("old", "new"), view("new", reinstalled)}, "new"},
+		{"UUID of a machine at another address", steps{view("old", original), mismatch("old", "third"), view("new", reinstalled)}, ""},
 		{"UUID that a vendor uses several times", steps{view("old", original), unreachable("old"), view("new", reinstalled)}, ""},
 		{"without UUID", steps{view("old", anonymous), unreachable("old"), view("new", anonymous)}, "new"},
 		// Without node IDs, the address must be the same, too.

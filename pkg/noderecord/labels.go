@@ -15,25 +15,67 @@ import (
 // them. They read a record without a certificate as none, and keep its address.
 const (
 	// LabelCredential is the ID of the kubelet's client certificate: the first 32 hexadecimal digits of its SHA-256 hash.
-	// An operator may set it. A record that the leader made before the kubelet requested a serving certificate has none.
+	// An operator may set it. It is missing until the kubelet requests a serving certificate.
 	LabelCredential = "talos-ccm.node-restriction.kubernetes.io/credential"
 	// LabelPrevious is the ID of the certificate with which the kubelet requested its client certificate.
 	LabelPrevious = "talos-ccm.node-restriction.kubernetes.io/credential-previous"
-	// LabelContext contains hashes of the Talos node ID, the EPHEMERAL file system and the CA, and the expiry time. It
-	// begins with the first 8 digits of the ID, or with `none`.
+	// LabelContext has the first 8 digits of the ID, or `none`, hashes of the Talos node ID, the EPHEMERAL volume and
+	// the CA, and the expiry time.
 	LabelContext = "talos-ccm.node-restriction.kubernetes.io/credential-context"
-	// LabelAddress is the address at which the machine responded when it was recorded or last verified to be the recorded
-	// one, with `-` for `:`.
+	// LabelAddress is the address at which the machine last responded as the recorded one, with `-` for `:`.
 	LabelAddress = "talos-ccm.node-restriction.kubernetes.io/credential-address"
-	// LabelVolume is the ID of the EPHEMERAL file system.
+	// LabelVolume is the ID of the EPHEMERAL volume.
 	LabelVolume = "talos-ccm.node-restriction.kubernetes.io/credential-volume"
 	// LabelStated is the ID of the client certificate that the machine itself stated.
 	LabelStated = "talos-ccm.node-restriction.kubernetes.io/credential-stated"
 	// LabelRole is `worker` if the record was made before the Node had the label of the control plane.
 	LabelRole = "talos-ccm.node-restriction.kubernetes.io/credential-role"
-	// LabelAddressOther is the machine's node IP of the other IP family, as the machine reports it.
+	// LabelAddressOther is the node IP of the other IP family, as the machine reports it.
 	LabelAddressOther = "talos-ccm.node-restriction.kubernetes.io/credential-address-other"
 )
+
+// Labels of an instance of the extension on its own Node, beside the record.
+const (
+	// LabelConfig is the hash of the instance's configuration.
+	LabelConfig = "talos-ccm.node-restriction.kubernetes.io/config"
+	// LabelVersion is the instance's version.
+	LabelVersion = "talos-ccm.node-restriction.kubernetes.io/version"
+)
+
+// LabelRuleAddress is the prefix of labels that record which addresses of a Node rules set, with `-` for `:`. Their values
+// are the types of the addresses. No two Nodes get the label of one address.
+const LabelRuleAddress = "talos-ccm.node-restriction.kubernetes.io/address-"
+
+// RuleAddressLabel returns the key of the label that records an address.
+func RuleAddressLabel(addr netip.Addr) string { return LabelRuleAddress + addressLabel(addr) }
+
+// RuleAddresses returns the addresses of a Node that rules set. Unlike its status, no kubelet can write them.
+func RuleAddresses(node *corev1.Node) (list []netip.Addr) {
+	for key := range node.Labels {
+		if label, found := strings.CutPrefix(key, LabelRuleAddress); found {
+			list = append(list, parseAddress(label))
+		}
+	}
+
+	return list
+}
+
+// Instance is what the extension on a control-plane machine states about itself. The values are label values.
+type Instance struct{ Config, Version string }
+
+// InstanceOf returns what the instance on the machine of a Node has stated last; the machine may have been changed since.
+func InstanceOf(node *corev1.Node) Instance {
+	return Instance{Config: node.Labels[LabelConfig], Version: node.Labels[LabelVersion]}
+}
+
+// Labels returns the labels of the instance.
+func (i Instance) Labels() Labels {
+	labels := Labels{}
+	labels.set(LabelConfig, i.Config)
+	labels.set(LabelVersion, i.Version)
+
+	return labels
+}
 
 // FieldManager owns the labels.
 const FieldManager = "talos-ccm-csr-approval"

@@ -12,6 +12,7 @@ import (
 	corev1 "k8s.io/api/core/v1"
 
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
+	"github.com/talos-ccm/talos-ccm/pkg/noderecord"
 	"github.com/talos-ccm/talos-ccm/pkg/rules"
 )
 
@@ -194,6 +195,65 @@ func arrange(options Options, all []netip.Addr) []netip.Addr {
 	slices.SortStableFunc(ips, byFamily(options))
 
 	return ips
+}
+
+// addRuleAddresses appends the addresses from rules to those of the machine, and adds the labels that record them.
+func (s *Spec) addRuleAddresses(in Input) (problems []Problem) {
+	for _, set := range s.Transformed.Addresses {
+		address, label := corev1.NodeAddress{Type: set.Type, Address: set.IP.String()}, noderecord.RuleAddressLabel(set.IP)
+
+		if slices.ContainsFunc(s.Addresses, func(a corev1.NodeAddress) bool { return a.Address == address.Address }) {
+			continue
+		}
+
+		why, isListed := whyNotAdded(in, set.IP)
+		if len(s.Addresses) >= machine.MaxSubjects {
+			why, isListed = fmt.Sprintf("the Node has %d names and addresses", len(s.Addresses)), false
+		}
+
+		if why != "" {
+			problems = append(problems, Problem{Rule: set.Rule, Key: fmt.Sprintf("addresses[%s]", set.Type), Value: address.Address, Why: why, Kept: isListed})
+		}
+
+		if !isListed {
+			s.AwaitsAddress = true
+
+			continue
+		}
+
+		next := slices.IndexFunc(s.Addresses, func(a corev1.NodeAddress) bool { return a.Type != corev1.NodeInternalIP && a.Type != set.Type })
+		s.Addresses = slices.Insert(s.Addresses, next, address) // every Node has a host name
+		s.Labels[label], s.Transformed.Labels[label] = string(set.Type), rules.Value{Value: string(set.Type), Rule: set.Rule}
+	}
+
+	return problems
+}
+
+// whyNotAdded returns why a Node should not list an address that a rule sets: what the rule read may be forged. isListed
+// reports whether the Node lists the address nevertheless. A Node keeps a recorded address if another owner appears later.
+// Until the cluster identity is complete, it gets no new address, without a problem.
+func whyNotAdded(in Input, ip netip.Addr) (why string, isListed bool) {
+	source, isKnown, isRecorded := "", true, slices.Contains(in.RuleAddresses, ip)
+	if in.Options.ClusterAddress != nil {
+		source, isKnown = in.Options.ClusterAddress(ip)
+	}
+
+	switch {
+	case in.Machine.Excludes(ip):
+		return "is in a subnet that the machine excludes from node IPs", false
+	case source != "":
+		return "is an address of the cluster according to " + source, false
+	case !isKnown && !isRecorded:
+		return "", false
+	case in.ReserveAddress == nil:
+		return "", true
+	}
+
+	if owner := in.ReserveAddress(ip); owner != "" {
+		return fmt.Sprintf("node %q has the address", owner), isRecorded
+	}
+
+	return "", true
 }
 
 // dnsNames returns the DNS names that the platform reports or rules set. If there is no internal name, it is the host

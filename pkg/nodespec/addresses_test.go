@@ -12,8 +12,10 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/util/validation"
 
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
+	"github.com/talos-ccm/talos-ccm/pkg/noderecord"
 	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
 	"github.com/talos-ccm/talos-ccm/pkg/rules"
 )
@@ -454,4 +456,113 @@ func TestDesired_ListsAtMostAsManyAddressesAsCertificateHas(t *testing.T) {
 	require.Len(t, problems, 1)
 	assert.Equal(t, fmt.Sprintf("ExternalIPs=%q omitted: 2 addresses exceed the limit of 1000 names and addresses in the certificate of a kubelet; "+
 		"set addresses.externalIPs: first-per-family, or remove addresses from the machine", last), problems[0].String())
+}
+
+// setting returns an input with a rule that sets addresses.
+func setting(t *testing.T, in nodespec.Input, addresses map[string]string) nodespec.Input {
+	t.Helper()
+
+	set, errs := rules.Compile([]rules.Rule{{Name: "nat", Addresses: addresses, AddressCIDRs: []string{"198.51.100.0/24", "10.8.0.0/16", "2001:db8:8::/48"}}}, nil, nil)
+	require.Empty(t, errs)
+
+	in.Options.Rules = set
+
+	return in
+}
+
+func TestDesired_ListsRuleAddressesAfterTheMachines(t *testing.T) {
+	in := setting(t, having(onLink("eth1", "203.0.113.5/24")), map[string]string{"ExternalIP": "198.51.100.5 2001:db8:8::5 198.51.100.5", "InternalIP": "10.8.0.5"})
+	in.Options.OneExternalIPPerFamily = true
+
+	spec, problems := desired(t, in)
+	assert.Empty(t, problems)
+	assert.Equal(t, []corev1.NodeAddress{
+		{Type: corev1.NodeInternalIP, Address: nodeIP},
+		{Type: corev1.NodeInternalIP, Address: "10.8.0.5"},
+		{Type: corev1.NodeExternalIP, Address: "203.0.113.5"},
+		{Type: corev1.NodeExternalIP, Address: "198.51.100.5"},
+		{Type: corev1.NodeExternalIP, Address: "2001:db8:8::5"},
+		{Type: corev1.NodeHostName, Address: "worker-1"},
+	}, spec.Addresses)
+
+	// The labels record these addresses only, and are read again.
+	node := &corev1.Node{}
+	node.Labels = spec.Labels
+	assert.ElementsMatch(t, addrs([]string{"10.8.0.5", "198.51.100.5", "2001:db8:8::5"}), nodespec.NewInput(node, in.Machine, in.Options).RuleAddresses)
+
+	for key, value := range spec.Labels {
+		assert.Empty(t, validation.IsQualifiedName(key))
+		assert.Empty(t, validation.IsValidLabelValue(value))
+	}
+}
+
+// The machine reports the address itself: it needs no record.
+func TestDesired_OwnAddressIsNoRuleAddress(t *testing.T) {
+	in := setting(t, having(onLink("eth1", "198.51.100.5/24")), map[string]string{"ExternalIP": "198.51.100.5"})
+	in.ReserveAddress = func(netip.Addr) string { panic("reserved") }
+
+	requireAddresses(t, corev1.NodeExternalIP, in, "198.51.100.5")
+	assert.NotContains(t, specOf(t, in).Labels, noderecord.RuleAddressLabel(addr("198.51.100.5")))
+}
+
+func TestDesired_OmitsRuleAddressesThatTheNodeCannotHave(t *testing.T) {
+	const set = "198.51.100.5"
+
+	ofCluster := func(source string, isKnown bool) func(*nodespec.Input) {
+		return func(in *nodespec.Input) {
+			in.Options.ClusterAddress = func(netip.Addr) (string, bool) { return source, isKnown }
+		}
+	}
+	ofOther := func(in *nodespec.Input) { in.ReserveAddress = func(netip.Addr) string { return "worker-2" } }
+	recorded := func(in *nodespec.Input) { in.RuleAddresses = addrs([]string{set}) }
+
+	for name, test := range map[string]struct {
+		changes []func(*nodespec.Input)
+		why     string // empty if there is no problem
+		listed  bool
+	}{
+		"unique":                                {nil, "", true},
+		"outside the cluster":                   {[]func(*nodespec.Input){ofCluster("", true)}, "", true},
+		"of the cluster":                        {[]func(*nodespec.Input){ofCluster("the API server", true)}, "is an address of the cluster according to the API server", false},
+		"of the cluster, and recorded":          {[]func(*nodespec.Input){ofCluster("the API server", false), recorded}, "is an address of the cluster according to the API server", false},
+		"cluster is not known":                  {[]func(*nodespec.Input){ofCluster("", false)}, "", false},
+		"cluster is not known, and recorded":    {[]func(*nodespec.Input){ofCluster("", false), recorded}, "", true},
+		"of another Node":                       {[]func(*nodespec.Input){ofOther}, `node "worker-2" has the address`, false},
+		"of another Node, and recorded":         {[]func(*nodespec.Input){ofOther, recorded}, `node "worker-2" has the address`, true},
+		"excluded by the machine, and recorded": {[]func(*nodespec.Input){excluding(set), recorded}, "is in a subnet that the machine excludes from node IPs", false},
+	} {
+		t.Run(name, func(t *testing.T) {
+			in := setting(t, running(), map[string]string{"InternalIP": set})
+			for _, change := range test.changes {
+				change(&in)
+			}
+
+			spec, problems := desired(t, in)
+			assert.Equal(t, test.listed, slices.Contains(of(corev1.NodeInternalIP, spec), set))
+			assert.Equal(t, test.listed, !spec.AwaitsAddress)
+			assert.Equal(t, test.listed, spec.Labels[noderecord.RuleAddressLabel(addr(set))] == "InternalIP")
+
+			if test.why == "" {
+				assert.Empty(t, problems)
+			} else {
+				assert.Equal(t, []nodespec.Problem{{Rule: "nat", Key: "addresses[InternalIP]", Value: set, Why: test.why, Kept: test.listed}}, problems)
+			}
+		})
+	}
+}
+
+func excluding(address string) func(*nodespec.Input) {
+	return func(in *nodespec.Input) { in.Machine.ExcludedSubnets = []netip.Prefix{prefix(address + "/32")} }
+}
+
+func TestDesired_RuleAddressesCountInTheLimit(t *testing.T) {
+	in := running()
+	for i := range machine.MaxSubjects - 3 {
+		in.Machine.Addresses = append(in.Machine.Addresses, onLink("eth1", fmt.Sprintf("203.0.%d.%d/32", i/250, 1+i%250)))
+	}
+
+	spec, problems := desired(t, setting(t, in, map[string]string{"ExternalIP": "198.51.100.5 198.51.100.6"}))
+	assert.Len(t, spec.Addresses, machine.MaxSubjects)
+	assert.Contains(t, of(corev1.NodeExternalIP, spec), "198.51.100.5")
+	assert.Equal(t, []nodespec.Problem{{Rule: "nat", Key: "addresses[ExternalIP]", Value: "198.51.100.6", Why: "the Node has 1000 names and addresses"}}, problems)
 }

@@ -92,11 +92,14 @@ func IsScaledDown(node *corev1.Node) bool {
 
 // DialAddresses returns the addresses at which to dial the Node's machine, best first. The recorded address is the first,
 // so that a kubelet cannot move a machine that responds there. The kubelet reports the others, and the machine that
-// responds has to prove its identity.
+// responds has to prove its identity. Those that rules set may not lead to the machine.
 func DialAddresses(node *corev1.Node) []netip.Addr {
 	var addrs []netip.Addr
 
-	for _, addr := range slices.Concat([]netip.Addr{noderecord.Of(node).Address}, ProvidedNodeIPs(node), listedIPs(node, corev1.NodeInternalIP)) {
+	set := noderecord.RuleAddresses(node)
+	listed := slices.DeleteFunc(listedIPs(node, corev1.NodeInternalIP), func(addr netip.Addr) bool { return slices.Contains(set, addr) })
+
+	for _, addr := range slices.Concat([]netip.Addr{noderecord.Of(node).Address}, ProvidedNodeIPs(node), listed) {
 		if addr.IsValid() && !slices.Contains(addrs, addr) && len(addrs) < maxDialAddresses {
 			addrs = append(addrs, addr)
 		}

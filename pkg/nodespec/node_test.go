@@ -91,6 +91,10 @@ func TestProvidedNodeIPsAndDialAddresses(t *testing.T) {
 		node.Labels = map[string]string{noderecord.LabelAddress: label}
 		assert.Equal(t, want, texts(nodespec.DialAddresses(node)), label)
 	}
+
+	translated := nodeWith("10.0.0.1", "10.0.0.2", "10.0.0.3")
+	translated.Labels = map[string]string{noderecord.RuleAddressLabel(addr("10.0.0.2")): "InternalIP"}
+	assert.Equal(t, "10.0.0.1 10.0.0.3", texts(nodespec.DialAddresses(translated)), "addresses of rules are not dialed")
 }
 
 // The annotation is untrusted: a client with the credentials of a kubelet can write it.

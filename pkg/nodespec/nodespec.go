@@ -25,6 +25,7 @@ import (
 	"k8s.io/apimachinery/pkg/util/validation"
 
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
+	"github.com/talos-ccm/talos-ccm/pkg/noderecord"
 	"github.com/talos-ccm/talos-ccm/pkg/rules"
 )
 
@@ -61,6 +62,9 @@ type Options struct {
 	Selector *rules.Selector
 	// Domains are the domains of cluster DNS besides the default, as far as they are known.
 	Domains []string
+	// ClusterAddress returns which source says that an address is of the cluster itself; empty if none does. isKnown is false
+	// while that is not known. Nil means that no address is.
+	ClusterAddress func(ip netip.Addr) (source string, isKnown bool)
 }
 
 // Input is the complete input of Desired.
@@ -87,7 +91,11 @@ type Input struct {
 	// OwnersOf returns the other Nodes whose machines report a canonical name; nil means that there are none. No
 	// kubelet gets a certificate for such a name.
 	OwnersOf func(name string) []string
-	Options  Options
+	// RuleAddresses are those that rules set before, as the Node's labels record.
+	RuleAddresses []netip.Addr
+	// ReserveAddress reserves an address that a rule sets, or returns another Node that has it. Nil means that none has.
+	ReserveAddress func(ip netip.Addr) (owner string)
+	Options        Options
 }
 
 // NewInput returns the Input for a Node and its machine. It suffices for Facts and Managed; Desired also needs WithPeers.
@@ -97,6 +105,7 @@ func NewInput(node *corev1.Node, m machine.Machine, options Options) Input {
 		ProviderID:        node.Spec.ProviderID,
 		ProvidedNodeIPs:   ProvidedNodeIPs(node),
 		ExternalIPs:       listedIPs(node, corev1.NodeExternalIP),
+		RuleAddresses:     noderecord.RuleAddresses(node),
 		Architecture:      node.Status.NodeInfo.Architecture,
 		KubernetesVersion: node.Status.NodeInfo.KubeletVersion,
 		Options:           options,
@@ -172,6 +181,8 @@ type Spec struct {
 	Transformed rules.Result
 	// Addresses are in the order of status.addresses.
 	Addresses []corev1.NodeAddress
+	// AwaitsAddress is true if Addresses lack one that a rule sets: another Node has it, or the cluster may have it.
+	AwaitsAddress bool
 }
 
 // Problem is a value that the Spec omits because it is invalid. Its rule is empty if the machine reported the value.
@@ -219,8 +230,9 @@ func Desired(in Input) (spec Spec, problems []Problem, pending string) {
 	var addressProblems []Problem
 
 	spec.Addresses, addressProblems = addresses(in, spec.Transformed, nodeIPs)
+	ruleProblems := spec.addRuleAddresses(in)
 
-	return spec, slices.Concat(problems, addressProblems, deniedSubjects(in, nodeIPs)), ""
+	return spec, slices.Concat(problems, addressProblems, ruleProblems, deniedSubjects(in, nodeIPs)), ""
 }
 
 // sharesUUID reports whether a new Node gets the providerID id because another machine reports its SMBIOS UUID.

@@ -18,7 +18,7 @@ import (
 func withRules(t *testing.T, in nodespec.Input, list ...rules.Rule) nodespec.Input {
 	t.Helper()
 
-	compiled, errs := rules.Compile(list, nil)
+	compiled, errs := rules.Compile(list, nil, nil)
 	require.Empty(t, errs)
 
 	in.Options.Rules = compiled

@@ -3,6 +3,7 @@ package preview
 import (
 	"cmp"
 	"maps"
+	"net/netip"
 	"slices"
 	"strings"
 
@@ -11,6 +12,7 @@ import (
 
 	nodecontroller "github.com/talos-ccm/talos-ccm/pkg/controllers/node"
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
+	"github.com/talos-ccm/talos-ccm/pkg/noderecord"
 	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
 	"github.com/talos-ccm/talos-ccm/pkg/rules"
 )
@@ -96,9 +98,18 @@ func changes(before, after *corev1.Node, spec nodespec.Spec) []Change {
 	)
 
 	for i, c := range list {
-		if c.After != nil {
-			list[i].From = origin(spec, c.Field, c.Key)
+		if c.After == nil {
+			continue
 		}
+
+		field, key := c.Field, c.Key
+
+		// A label records each address that a rule sets.
+		if ip, err := netip.ParseAddr(*c.After); err == nil && field == fieldAddress && spec.Labels[noderecord.RuleAddressLabel(ip)] != "" {
+			field, key = fieldLabel, noderecord.RuleAddressLabel(ip)
+		}
+
+		list[i].From = origin(spec, field, key)
 	}
 
 	return list

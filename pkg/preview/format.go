@@ -17,17 +17,11 @@ import (
 // Formats returns the output formats of Write, the default first.
 func Formats() []string { return []string{"table", "yaml", "json"} }
 
-// Write writes a Report or a Comparison in one of Formats.
-func Write(out io.Writer, format string, value interface{ table(out io.Writer) }) error {
-	return write(out, format, value, value.table)
-}
-
-func write(out io.Writer, format string, value any, table func(io.Writer)) error {
+// Write writes a value in one of Formats; a table if the format is another one.
+func Write(out io.Writer, format string, value interface{ Table(out io.Writer) }) error {
 	var text bytes.Buffer
 
 	switch format {
-	case "table":
-		table(&text)
 	case "yaml":
 		document, err := yaml.Marshal(value)
 		if err != nil {
@@ -44,7 +38,7 @@ func write(out io.Writer, format string, value any, table func(io.Writer)) error
 			return err
 		}
 	default:
-		return fmt.Errorf("unknown output format %q, want one of %s", format, strings.Join(Formats(), ", "))
+		value.Table(&text)
 	}
 
 	_, err := out.Write(text.Bytes())
@@ -52,11 +46,11 @@ func write(out io.Writer, format string, value any, table func(io.Writer)) error
 	return err
 }
 
-// table writes the Nodes that differ or have problems, or all if c.Full, and a summary.
-func (c Comparison) table(out io.Writer) {
+// Table writes the Nodes that differ or have problems, or all if c.Full, and a summary.
+func (c Comparison) Table(out io.Writer) {
 	for _, r := range c.Nodes {
 		if c.Full || len(r.Changes)+len(r.Upstream)+len(r.Problems) > 0 || r.Pending || r.ProviderID != nil {
-			r.table(out)
+			r.Table(out)
 			fmt.Fprintln(out)
 		}
 	}
@@ -64,14 +58,14 @@ func (c Comparison) table(out io.Writer) {
 	changed, pending := len(c.Changed()), len(c.Pending())
 	unmanaged := len(c.names(func(r Report) bool { return r.Unmanaged }))
 
-	fmt.Fprintf(out, "Lease %s: held by %s\n", c.Lease.Name, cmp.Or(printable(c.Lease.Holder), "no controller manager"))
+	fmt.Fprintf(out, "Lease %s: held by %s\n", c.Lease.Name, cmp.Or(Printable(c.Lease.Holder), "no controller manager"))
 	fmt.Fprintf(out, "%d Nodes: %d would change, %d would not, %d cannot be compared, %d not managed\n",
 		len(c.Nodes), changed, len(c.Nodes)-changed-pending-unmanaged, pending, unmanaged)
 }
 
-// table writes a row per value with its sign, field, key, value and origin.
-func (r Report) table(out io.Writer) {
-	fmt.Fprintf(out, "Node %s\n", printable(r.Name))
+// Table writes a row per value with its sign, field, key, value and origin.
+func (r Report) Table(out io.Writer) {
+	fmt.Fprintf(out, "Node %s\n", Printable(r.Name))
 
 	if r.Unmanaged {
 		fmt.Fprintln(out, "  not managed: nodes.selector does not select the machine, or cloud-node-controller is off; talos-ccm would write none of the values below")
@@ -88,7 +82,7 @@ func (r Report) table(out io.Writer) {
 	}
 
 	for _, m := range r.Rules {
-		writeRow(columns, "  rule", m.Rule, cmp.Or(m.Mismatch, "applies"))
+		writeRow(columns, "  rule", m.Rule, strings.Join(append([]string{cmp.Or(m.Mismatch, "applies")}, m.Missing...), "; "))
 	}
 
 	for _, f := range r.Upstream {
@@ -121,16 +115,16 @@ func (c Change) rows(columns io.Writer) {
 	}
 }
 
-// writeRow quotes values with characters that would break the table or control the terminal.
 func writeRow(columns io.Writer, cells ...string) {
 	for i := range cells {
-		cells[i] = printable(cells[i])
+		cells[i] = Printable(cells[i])
 	}
 
 	fmt.Fprintln(columns, "  "+strings.TrimRight(strings.Join(cells, "\t"), "\t"))
 }
 
-func printable(value string) string {
+// Printable quotes a value with characters that would break a table or control the terminal.
+func Printable(value string) string {
 	if strings.ContainsFunc(value, func(r rune) bool { return !unicode.IsPrint(r) }) {
 		return strconv.Quote(value)
 	}

@@ -27,7 +27,7 @@ func report() preview.Report {
 			{Field: "taint", Key: "dedicated:NoSchedule", After: new("web"), From: "rule web, at initialization"},
 			{Field: "taint", Key: "slow:NoExecute", After: new(""), From: "rule slow, enforced"},
 		},
-		Rules:    []rules.Match{{Rule: "web"}, {Rule: "gpu", Mismatch: "does not apply: spot Exists"}},
+		Rules:    []rules.Match{{Rule: "web"}, {Rule: "gpu", Mismatch: "does not apply: spot Exists"}, {Rule: "racks", Missing: []string{`labels[rack]: table "racks" has no key "a"`, "b"}}},
 		Problems: []events.Problem{{Reason: "InvalidValue", Message: "rule \"web\": labels[bad]"}},
 	}
 }
@@ -58,6 +58,7 @@ Node worker-1
   + taint       slow:NoExecute                                                rule slow, enforced
     rule        web                              applies
     rule        gpu                              does not apply: spot Exists
+    rule        racks                            applies; labels[rack]: table "racks" has no key "a"; b
     problem     InvalidValue                 rule "web": labels[bad]
 `, report()},
 		{"not managed", `
@@ -94,9 +95,4 @@ func TestWrite_YAMLAndJSON(t *testing.T) {
 			assert.Equal(t, report(), got)
 		})
 	}
-}
-
-func TestWrite_RejectsUnknownFormat(t *testing.T) {
-	err := preview.Write(&bytes.Buffer{}, "xml", report())
-	assert.ErrorContains(t, err, "table, yaml, json")
 }

@@ -1,10 +1,8 @@
 package preview
 
 import (
-	"errors"
 	"fmt"
 	"io"
-	"strings"
 
 	"go.yaml.in/yaml/v4"
 
@@ -18,22 +16,14 @@ type savedMachine struct {
 	machine.Machine `yaml:",inline"`
 }
 
-// notYAML escapes the characters that JSON allows in a string, but YAML does not.
-var notYAML = strings.NewReplacer("\u0085", `\u0085`, "\ufffe", `\ufffe`, "\uffff", `\uffff`)
-
-// WriteMachine writes a machine with all facts as JSON, for ReadMachine.
+// WriteMachine writes a machine with all facts as YAML, for ReadMachine.
 func WriteMachine(out io.Writer, m machine.Machine) error {
-	var (
-		document yaml.Node // has the keys of Talos's types, which have no JSON tags
-		value    any
-		text     strings.Builder
-	)
-
-	if err := errors.Join(document.Encode(savedMachine{version.Version(), m}), document.Decode(&value), write(&text, "json", &value, nil)); err != nil {
+	document, err := yaml.Marshal(savedMachine{version.Version(), m})
+	if err != nil {
 		return fmt.Errorf("encode machine %s: %w", m.Nodename, err)
 	}
 
-	_, err := notYAML.WriteString(out, text.String())
+	_, err = out.Write(document)
 
 	return err
 }

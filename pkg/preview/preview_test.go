@@ -25,7 +25,7 @@ import (
 func compile(t testing.TB, list ...rules.Rule) *rules.Set {
 	t.Helper()
 
-	compiled, errs := rules.Compile(list, nil)
+	compiled, errs := rules.Compile(list, nil, nil)
 	require.Empty(t, errs)
 
 	return compiled
@@ -46,6 +46,8 @@ func everyKind() rules.Rule {
 		Annotations:      map[string]string{"example.org/serial": "{{ .SerialNumber }}"},
 		Taints:           map[string]string{"dedicated": "web:NoSchedule"},
 		PlatformMetadata: map[string]string{"Zone": "a"},
+		Addresses:        map[string]string{"ExternalIP": "198.51.100.5"},
+		AddressCIDRs:     []string{"198.51.100.0/24"},
 	}
 }
 
@@ -144,6 +146,7 @@ func TestRender_NamesRuleOfEveryValue(t *testing.T) {
 			map[string]string{
 				"example.org/role": "rule web", "example.org/serial": "rule web", "dedicated:NoSchedule": "rule web, at initialization",
 				corev1.LabelTopologyZone: "rule web", corev1.LabelFailureDomainBetaZone: "rule web",
+				"ExternalIP": "rule web", "talos-ccm.node-restriction.kubernetes.io/address-198.51.100.5": "rule web",
 			},
 		},
 		{

@@ -9,6 +9,7 @@ import (
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 	coreinformers "k8s.io/client-go/informers/core/v1"
@@ -31,9 +32,9 @@ const (
 	// indexAddress is the index of Nodes by the addresses in their records.
 	indexAddress = "recorder/address"
 
-	// mismatchDelay is how long another machine than the recorded one responds before it is reported. The kubelet of a
-	// machine that was reinstalled, or has a new address, requests a certificate earlier.
-	mismatchDelay = 5 * time.Minute
+	// reportDelay is how long a problem lasts before it is reported. The kubelet of a machine that was reinstalled, or has a
+	// new address, requests a certificate earlier, and a new configuration reaches one machine after the other.
+	reportDelay = 5 * time.Minute
 
 	workers = 10
 )
@@ -42,23 +43,34 @@ const (
 // Fix: docs/troubleshooting/nodes.md#node-record-mismatch.
 const ReasonMismatch = "NodeRecordMismatch"
 
+// ReasonWriteFailed: the API server rejected the Node's record, without which the Node is not initialized.
+// Fix: docs/troubleshooting/installation.md#kubernetes-api-errors.
+const ReasonWriteFailed = "NodeRecordWriteFailed"
+
+// ReasonConfigDiffers: its configuration differs from the leader's.
+// Fix: docs/troubleshooting/configuration.md#different-configurations.
+const ReasonConfigDiffers = "ConfigDiffers"
+
 // Leader records the machine of each Node while the instance leads. Use NewLeader.
 type Leader struct {
 	client    kubernetes.Interface
 	nodes     coreinformers.NodeInformer
 	inventory *inventory.Inventory
 	clock     clock.PassiveClock
+	config    func() string
 
-	queue      queue.Queue
-	reporter   *events.Reporter
-	mismatches sync.Map // nodename → time.Time since when another machine responds
+	queue    queue.Queue
+	reporter *events.Reporter
+	problems sync.Map // nodename → map[string]time.Time: since when problems have lasted, by reason
 }
 
-// NewLeader returns a Leader that is subscribed to Nodes and machines. Call it before the informer is started.
+// NewLeader returns a Leader that is subscribed to Nodes and machines. Call it before the informer is started. config
+// returns the hash of the leader's configuration; empty if no other instance should have the same.
 func NewLeader(
 	client kubernetes.Interface, informer coreinformers.NodeInformer, inv *inventory.Inventory, recorder record.EventRecorder, clk clock.PassiveClock,
+	config func() string,
 ) (*Leader, error) {
-	l := &Leader{client: client, nodes: informer, inventory: inv, clock: clk, queue: queue.New("node-records"), reporter: events.New(recorder)}
+	l := &Leader{client: client, nodes: informer, inventory: inv, clock: clk, config: config, queue: queue.New("node-records"), reporter: events.New(recorder)}
 
 	if err := informer.Informer().AddIndexers(cache.Indexers{indexAddress: recordedIn}); err != nil {
 		return nil, fmt.Errorf("index nodes by recorded address: %w", err)
@@ -68,8 +80,7 @@ func NewLeader(
 
 	_, err := nodes.Watch(informer, func(before, after *corev1.Node) {
 		if after == nil {
-			l.reporter.Forget(before.Name)
-			l.mismatches.Delete(before.Name)
+			l.forget(before.Name)
 		} else {
 			l.queue.Add(after.Name)
 		}
@@ -103,20 +114,37 @@ func (l *Leader) sync(ctx context.Context, nodename string) (again time.Duration
 		return 0, nil
 	}
 
-	l.reportMismatch(node)
+	problems := l.lasting(node)
 
 	if next := l.next(node); next != noderecord.Of(node) {
 		ctx, cancel := context.WithTimeout(ctx, timeout)
 		defer cancel()
 
-		if err := Write(ctx, l.client, node, next.ByLeader()); err != nil {
+		switch err = Write(ctx, l.client, node, next.ByLeader()); {
+		case err == nil:
+			klog.FromContext(ctx).Info("Recorded machine", "address", next.Address)
+		case apierrors.IsInvalid(err), apierrors.IsForbidden(err):
+			problems = append(problems, events.Problem{Reason: ReasonWriteFailed, Message: fmt.Sprintf(
+				"A new Node is not initialized until its machine is recorded. Allow talos-ccm to write labels %s*: %v", noderecord.LabelCredential, err)})
+		default: // such as a conflict, which does not end the problem
 			return 0, err
 		}
-
-		klog.FromContext(ctx).Info("Recorded machine", "address", next.Address)
 	}
 
-	return interval, nil
+	l.reporter.Report(nodename, node, problems...)
+
+	// It may have been deleted during the write, and another one registered.
+	if current, _ := l.nodes.Lister().Get(nodename); current == nil || current.UID != node.UID {
+		l.forget(nodename)
+	}
+
+	return interval, err
+}
+
+// forget forgets the problems of a deleted Node.
+func (l *Leader) forget(nodename string) {
+	l.reporter.Forget(nodename)
+	l.problems.Delete(nodename)
 }
 
 // Write writes labels to a version of a Node, and fails with a conflict if there is a newer one.
@@ -149,7 +177,7 @@ func (l *Leader) machineOf(node *corev1.Node) (m machine.Machine, responds bool)
 }
 
 // next returns the record that the Node should have. An existing record follows only its volume, which other machines can
-// hardly report. A Node gets no record of another machine than a deleted Node of its name had.
+// hardly report. A Node gets the record that a deleted Node of its name had, or none if its machine is another one.
 func (l *Leader) next(node *corev1.Node) noderecord.Record {
 	r := noderecord.Of(node)
 
@@ -160,11 +188,18 @@ func (l *Leader) next(node *corev1.Node) noderecord.Record {
 
 	// A record with only a node ID, which is public, is none: it could never get an address.
 	if r.Credential == "" && r.Volume == "" && !r.Address.IsValid() {
-		if kept := noderecord.Kept(l.inventory.Claims.Deleted(node), node); kept != (noderecord.Record{}) && !kept.Matches(m) {
-			return r
-		}
+		kept := noderecord.Kept(l.inventory.Claims.Deleted(node), node)
 
-		r = noderecord.Record{NodeID: noderecord.Fingerprint(m.NodeID), Volume: noderecord.ID([]byte(m.EphemeralID)), IsWorker: !nodespec.IsControlPlane(node)}
+		switch {
+		case kept.Credential != "" && kept.Identifies(m):
+			// The kubelet has its certificate on the same volume, unless the machine was renamed. Only the machine states it.
+			r = kept
+			r.Stated, r.IsWorker = "", kept.IsWorker && kept.Stated == ""
+		case kept != (noderecord.Record{}) && !kept.Matches(m):
+			return r
+		default:
+			r = noderecord.Record{NodeID: noderecord.Fingerprint(m.NodeID), Volume: noderecord.ID([]byte(m.EphemeralID)), IsWorker: !nodespec.IsControlPlane(node)}
+		}
 	} else if !r.Identifies(m) {
 		return r
 	}
@@ -222,21 +257,43 @@ func (l *Leader) isReported(addr netip.Addr, node *corev1.Node) bool {
 	})
 }
 
-// reportMismatch reports a machine that is not the recorded one, after a while.
-func (l *Leader) reportMismatch(node *corev1.Node) {
-	r := noderecord.Of(node)
+// lasting returns the problems of a Node that have lasted for a while.
+func (l *Leader) lasting(node *corev1.Node) (lasting []events.Problem) {
+	var current []events.Problem
 
-	m, responds := l.machineOf(node)
-	if !responds || r.Matches(m) || !r.Address.IsValid() && !r.Contradicts(m) {
-		l.mismatches.Delete(node.Name)
-		l.reporter.Report(node.Name, node)
-
-		return
+	if m, responds := l.machineOf(node); responds {
+		current = slices.Concat(mismatch(node, m), l.otherConfig(node, m))
 	}
 
-	since, _ := l.mismatches.LoadOrStore(node.Name, l.clock.Now())
-	if at, ok := since.(time.Time); !ok || l.clock.Since(at) < mismatchDelay {
-		return
+	before, _ := l.problems.Load(node.Name)
+	known, _ := before.(map[string]time.Time)
+	since := map[string]time.Time{}
+
+	for _, p := range current {
+		at, found := known[p.Reason]
+		if !found {
+			at = l.clock.Now()
+		}
+
+		if since[p.Reason] = at; l.clock.Since(at) >= reportDelay {
+			lasting = append(lasting, p)
+		}
+	}
+
+	if len(since) == 0 {
+		l.problems.Delete(node.Name)
+	} else {
+		l.problems.Store(node.Name, since)
+	}
+
+	return lasting
+}
+
+// mismatch returns the problem of a machine that is not the recorded one.
+func mismatch(node *corev1.Node, m machine.Machine) []events.Problem {
+	r := noderecord.Of(node)
+	if r.Matches(m) || !r.Address.IsValid() && !r.Contradicts(m) {
+		return nil
 	}
 
 	why := fmt.Sprintf("it is not at the recorded address %s, and its volume is not recorded", r.Address)
@@ -244,7 +301,19 @@ func (l *Leader) reportMismatch(node *corev1.Node) {
 		why = "it has another volume or node ID"
 	}
 
-	l.reporter.Report(node.Name, node, events.Problem{Reason: ReasonMismatch, Message: fmt.Sprintf(
+	return []events.Problem{{Reason: ReasonMismatch, Message: fmt.Sprintf(
 		"Machine at %s is not the recorded one: %s. Check the machine. Only if it is the Node's, run kubectl label node %s %s- %s- %s- %s-",
-		m.Endpoint, why, node.Name, noderecord.LabelCredential, noderecord.LabelContext, noderecord.LabelAddress, noderecord.LabelAddressOther)})
+		m.Endpoint, why, node.Name, noderecord.LabelCredential, noderecord.LabelContext, noderecord.LabelAddress, noderecord.LabelAddressOther)}}
+}
+
+// otherConfig returns the problem of an instance that stated another configuration than the leader's.
+func (l *Leader) otherConfig(node *corev1.Node, m machine.Machine) []events.Problem {
+	own, other := l.config(), noderecord.InstanceOf(node).Config
+	if m.ControlPlane == nil || m.ControlPlane.Local || own == "" || other == "" || own == other {
+		return nil
+	}
+
+	return []events.Problem{{Reason: ReasonConfigDiffers, Message: fmt.Sprintf(
+		"The configuration of talos-ccm on this machine (%s) differs from the leader's (%s): apply the same ExtensionServiceConfig document to all control-plane machines. "+
+			"If this machine no longer runs the extension, run kubectl label node %s %s- %s-", other, own, node.Name, noderecord.LabelConfig, noderecord.LabelVersion)}}
 }

@@ -2,17 +2,22 @@ package recorder_test
 
 import (
 	"fmt"
+	"net/http"
 	"net/netip"
 	"regexp"
 	"slices"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
+	admissionv1 "k8s.io/api/admissionregistration/v1"
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/client-go/transport"
 	clocktesting "k8s.io/utils/clock/testing"
 
 	"github.com/talos-ccm/talos-ccm/pkg/claims"
@@ -29,23 +34,37 @@ type leader struct {
 	ctest.Suite
 	*recorder.Leader
 
-	instance *ctest.Instance
-	clock    *clocktesting.FakePassiveClock
+	instance  *ctest.Instance
+	transport *ctest.Transport
+	clock     *clocktesting.FakePassiveClock
+	config    hash
 }
 
 func lead(t *testing.T) *leader {
 	t.Helper()
+
+	return leadThrough(t, nil)
+}
+
+// leadThrough is lead with a wrapper of the transport to the API server.
+func leadThrough(t *testing.T, wrap transport.WrapperFunc) *leader {
+	t.Helper()
 	t.Parallel()
 
 	l := &leader{Suite: bed.NewSuite(t), clock: clocktesting.NewFakePassiveClock(time.Now())}
+	l.config.set("leader")
+
+	config := l.Kube.Config()
+	l.transport = ctest.NewTransport(config)
+	config.Wrap(wrap)
 
 	var err error
 
-	l.instance, err = ctest.NewInstance(t.Context(), l.Kube.Config(), nil)
+	l.instance, err = ctest.NewInstance(t.Context(), config, nil)
 	require.NoError(t, err)
 
 	l.instance.Inventory = inventory.New(l.clock.Now)
-	l.Leader, err = recorder.NewLeader(l.instance.Client, l.instance.Nodes, l.instance.Inventory, l.instance.Recorder, l.clock)
+	l.Leader, err = recorder.NewLeader(l.instance.Client, l.instance.Nodes, l.instance.Inventory, l.instance.Recorder, l.clock, l.config.String)
 	require.NoError(t, err)
 	l.instance.Start(l.Run)
 	t.Cleanup(l.instance.Stop)
@@ -335,6 +354,55 @@ func TestLeader_AddsAddressesToStatedRecord(t *testing.T) {
 	l.awaitRecord("stated", stated)
 }
 
+// delete deletes a Node, as the controller of CSRs sees it. The cache shows the deletion afterwards.
+func (l *leader) delete(node *corev1.Node) {
+	l.Helper()
+	l.instance.Inventory.Claims.SetNode(node)
+	l.Remove(node.Name)
+	l.instance.Inventory.Claims.DeleteNode(node)
+	l.instance.Inventory.Forget(node.Name)
+
+	ctest.Eventually(l, "the cache shows the deletion", func() bool {
+		_, err := l.instance.Nodes.Lister().Get(node.Name)
+
+		return err != nil
+	})
+}
+
+// A client that deletes a Node and registers it again must not get its certificate once the record of the deleted Node has ended.
+func TestLeader_KeepsCertificateOfMachineAfterDeletion(t *testing.T) {
+	for name, isControlPlane := range map[string]bool{"kept": false, "kept-stated": true} {
+		t.Run(name, func(t *testing.T) {
+			l := lead(t)
+			m := on("volume", "10.42.0.1")
+			m.Nodename = name
+
+			want := of(m, "")
+			want.Credential, want.Previous, want.IsWorker = noderecord.ID([]byte("certificate")), noderecord.ID([]byte("previous")), !isControlPlane
+
+			if isControlPlane {
+				m = verified(m)
+			}
+
+			l.register(name, isControlPlane)
+			require.NoError(t, recorder.Write(t.Context(), l.Client, l.Node(name), want.ByLeader()))
+
+			if stated := want; isControlPlane {
+				stated.Stated = want.Credential
+				require.NoError(t, recorder.Write(t.Context(), l.Client, l.Node(name), stated.ByMachine()))
+			}
+
+			deleted := l.Node(name)
+			require.Equal(t, isControlPlane, noderecord.Of(deleted).Stated != "")
+			l.delete(deleted)
+
+			l.join(name, m)
+			l.awaitRecord(name, want)
+			l.assertKept(name, want, "machine of the deleted Node")
+		})
+	}
+}
+
 // For 15 minutes, the record of a deleted Node counts for the next one, which is initialized without a record.
 func TestLeader_RecordsNoOtherMachineAfterDeletion(t *testing.T) {
 	l := lead(t)
@@ -342,16 +410,7 @@ func TestLeader_RecordsNoOtherMachineAfterDeletion(t *testing.T) {
 
 	l.join("again", m)
 	deleted := l.awaitRecord("again", of(m, ""))
-	l.instance.Inventory.Claims.SetNode(deleted) // as the controller of CSRs does
-	l.Remove("again")
-	l.instance.Inventory.Claims.DeleteNode(deleted)
-	l.instance.Inventory.Forget("again")
-
-	ctest.Eventually(l, "the cache shows the deletion", func() bool {
-		_, err := l.instance.Nodes.Lister().Get("again")
-
-		return err != nil
-	})
+	l.delete(deleted)
 	l.join("again", other)
 	l.touch("again")
 	l.assertKept("again", noderecord.Record{}, "another machine")
@@ -417,6 +476,101 @@ func TestLeader_ReportsMachineThatRecordCannotFollow(t *testing.T) {
 	l.awaitRecord("replaced", of(replaced, "2001:db8:8::2"))
 }
 
+// An admission policy may forbid labels. The Node is not initialized before its machine is recorded.
+func TestLeader_ReportsRejectedRecord(t *testing.T) {
+	l := lead(t)
+	l.register("rejected", false)
+	allow := l.forbidRecord("rejected")
+	l.responds("rejected", on("volume", "10.41.0.1"))
+
+	event := l.AwaitEvent("rejected", recorder.ReasonWriteFailed, "until its machine is recorded", "no records here")
+	t.Logf("%d bytes: %s", len(event.Message), event.Message)
+
+	wait := l.transport.Overtake(t, http.MethodPatch, "rejected", 1, func() { l.touch("rejected") }) // makes a conflict
+	l.touch("rejected")
+	wait()
+	allow()
+	l.touch("rejected")
+	l.awaitRecord("rejected", of(on("volume", "10.41.0.1"), ""))
+	assert.EqualValues(t, 1, l.Events("rejected", recorder.ReasonWriteFailed)[0].Count, "a conflict does not end the problem")
+}
+
+// The API server rejects the record of a Node that is deleted before the Leader receives the response.
+func TestLeader_ForgetsProblemOfNodeThatIsDeletedDuringWrite(t *testing.T) {
+	rejected, deleted := make(chan struct{}), make(chan struct{})
+	once := sync.OnceFunc(func() {
+		close(rejected)
+		<-deleted
+	})
+
+	l := leadThrough(t, func(next http.RoundTripper) http.RoundTripper {
+		return ctest.RoundTripper(func(r *http.Request) (*http.Response, error) {
+			response, err := next.RoundTrip(r)
+			if err == nil && response.StatusCode == http.StatusUnprocessableEntity && strings.HasSuffix(r.URL.Path, "/nodes/deleted") {
+				once()
+			}
+
+			return response, err
+		})
+	})
+
+	l.register("deleted", false)
+	l.forbidRecord("deleted")
+	l.responds("deleted", on("volume", "10.42.0.1"))
+	ctest.Receive(t, rejected, "the API server rejects the record")
+	l.delete(l.Node("deleted"))
+	close(deleted)
+	l.AwaitEvent("deleted", recorder.ReasonWriteFailed)
+
+	l.responds("deleted", on("volume", "10.42.0.1"))
+	l.register("deleted", false)
+
+	next := l.Node("deleted")
+
+	ctest.Eventually(t, "the problem of the next Node is reported", func() bool {
+		return slices.ContainsFunc(l.Events("deleted", recorder.ReasonWriteFailed), func(e corev1.Event) bool { return e.InvolvedObject.UID == next.UID })
+	})
+}
+
+// forbidRecord returns once the API server rejects records of the Node, until allow is called.
+func (l *leader) forbidRecord(name string) (allow func()) {
+	l.Helper()
+
+	object := metav1.ObjectMeta{Name: "no-record-of-" + name}
+	client := l.Client.AdmissionregistrationV1()
+
+	_, err := client.ValidatingAdmissionPolicies().Create(l.Context(), &admissionv1.ValidatingAdmissionPolicy{ObjectMeta: object, Spec: admissionv1.ValidatingAdmissionPolicySpec{
+		MatchConstraints: &admissionv1.MatchResources{ResourceRules: []admissionv1.NamedRuleWithOperations{{
+			ResourceNames: []string{name},
+			RuleWithOperations: admissionv1.RuleWithOperations{
+				Operations: []admissionv1.OperationType{admissionv1.Update},
+				Rule:       admissionv1.Rule{APIGroups: []string{""}, APIVersions: []string{"v1"}, Resources: []string{"nodes"}},
+			},
+		}}},
+		Validations: []admissionv1.Validation{{Expression: "!('" + noderecord.LabelContext + "' in object.metadata.labels)", Message: "no records here"}},
+	}}, metav1.CreateOptions{})
+	require.NoError(l, err)
+
+	_, err = client.ValidatingAdmissionPolicyBindings().Create(l.Context(), &admissionv1.ValidatingAdmissionPolicyBinding{ObjectMeta: object, Spec: admissionv1.ValidatingAdmissionPolicyBindingSpec{
+		PolicyName: object.Name, ValidationActions: []admissionv1.ValidationAction{admissionv1.Deny},
+	}}, metav1.CreateOptions{})
+	require.NoError(l, err)
+
+	dryRun := func() error {
+		patch := fmt.Appendf(nil, `{"metadata":{"labels":{%q:"x"}}}`, noderecord.LabelContext)
+		_, err := l.Client.CoreV1().Nodes().Patch(l.Context(), name, types.MergePatchType, patch, metav1.PatchOptions{DryRun: []string{metav1.DryRunAll}})
+
+		return err
+	}
+	ctest.Eventually(l, "records are rejected", func() bool { return dryRun() != nil })
+
+	return func() {
+		require.NoError(l, client.ValidatingAdmissionPolicyBindings().Delete(l.Context(), object.Name, metav1.DeleteOptions{}))
+		require.NoError(l, client.ValidatingAdmissionPolicies().Delete(l.Context(), object.Name, metav1.DeleteOptions{}))
+		ctest.Eventually(l, "records are allowed", func() bool { return dryRun() == nil })
+	}
+}
+
 // Containers have no EPHEMERAL volume. A record with only a node ID must not stay when the address becomes free.
 func TestLeader_RecordsAddressWithoutVolumeOnceItIsFree(t *testing.T) {
 	l := lead(t)
@@ -438,4 +592,68 @@ func TestLeader_RecordsAddressWithoutVolumeOnceItIsFree(t *testing.T) {
 
 		return noderecord.Of(l.Node("container-2")) == of(second, "")
 	})
+}
+
+// Documents of machines differ for a while when they are edited one after the other.
+func TestLeader_ReportsOtherConfiguration(t *testing.T) {
+	l := lead(t)
+	local, silent, worker := verified(on("local", "10.41.0.1")), verified(on("silent", "10.41.0.4")), on("worker", "10.41.0.3")
+	local.ControlPlane.Local = true
+
+	for name, m := range map[string]machine.Machine{
+		"config-local": local, "config-same": verified(on("same", "10.41.0.2")), "config-other": verified(on("other", "10.41.0.5")),
+		"config-silent": silent, "config-worker": worker, "config-none": verified(on("none", "10.41.0.6")),
+	} {
+		l.join(name, m)
+		l.awaitRecord(name, of(m, ""))
+	}
+
+	state := func(name, config string) {
+		node := l.Node(name)
+		require.NoError(t, recorder.Write(t.Context(), l.Client, node, noderecord.Instance{Config: config, Version: "v1.0.0"}.Labels()))
+	}
+
+	for name, config := range map[string]string{
+		"config-local": "stale", "config-same": "leader", "config-other": "other", "config-silent": "other", "config-worker": "other", "config-none": "",
+	} {
+		state(name, config)
+	}
+
+	l.instance.Inventory.MarkUnreachable("config-silent", "down")
+
+	pass := func() {
+		l.clock.SetTime(l.clock.Now().Add(5 * time.Minute))
+
+		for _, name := range []string{"config-local", "config-same", "config-silent", "config-worker", "config-none", "config-other"} {
+			l.touch(name)
+		}
+	}
+
+	ctest.Eventually(l, "the configuration is reported", func() bool {
+		pass()
+
+		return len(l.Events("config-other", recorder.ReasonConfigDiffers)) == 1
+	})
+
+	message := l.Events("config-other", recorder.ReasonConfigDiffers)[0].Message
+	assert.Contains(t, message, "(other)")
+	assert.Contains(t, message, "(leader)")
+
+	// The command in the message ends the problem.
+	assert.Contains(t, message, "kubectl label node config-other "+noderecord.LabelConfig+"- "+noderecord.LabelVersion+"-")
+
+	// So does the same document.
+	l.config.set("other")
+
+	ctest.Eventually(l, "the other machine is reported", func() bool {
+		pass()
+
+		return len(l.Events("config-same", recorder.ReasonConfigDiffers)) == 1
+	})
+
+	for _, name := range []string{"config-local", "config-silent", "config-worker", "config-none"} {
+		assert.Empty(t, l.Events(name, recorder.ReasonConfigDiffers), name)
+	}
+
+	assert.EqualValues(t, 1, l.Events("config-other", recorder.ReasonConfigDiffers)[0].Count)
 }

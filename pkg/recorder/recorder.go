@@ -1,7 +1,8 @@
 // Package recorder writes the records of Nodes. Whatever the configuration selects, it runs as no controller:
 //   - Recorder, in every instance of the extension, whether the instance leads or not. It states the client certificate of
-//     the local machine's kubelet.
-//   - Leader, in the leader. It records the machine of each Node that responds.
+//     the local machine's kubelet, the hash of the instance's configuration, and its version.
+//   - Leader, in the leader. It records the machine of each Node that responds, and reports instances with another
+//     configuration.
 //
 // Inputs of the Recorder: the machine's nodename, identity and volumes, and the kubelet's certificate, over machine.sock; the
 // machine's own Node. Of the Leader: Nodes, the inventory, and the records of deleted Nodes.
@@ -11,10 +12,12 @@
 package recorder
 
 import (
+	"cmp"
 	"context"
 	"crypto/x509"
 	"errors"
 	"fmt"
+	"maps"
 	"slices"
 	"time"
 
@@ -25,6 +28,7 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/fields"
+	"k8s.io/apimachinery/pkg/util/validation"
 	"k8s.io/client-go/kubernetes"
 	"k8s.io/client-go/tools/record"
 	"k8s.io/klog/v2"
@@ -35,6 +39,7 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/noderecord"
 	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
 	"github.com/talos-ccm/talos-ccm/pkg/talosapi"
+	"github.com/talos-ccm/talos-ccm/pkg/version"
 )
 
 const (
@@ -46,20 +51,22 @@ const (
 	timeout = 30 * time.Second
 )
 
-// ReasonCertificateReplaced: the machine of a control-plane Node stated another client certificate of its kubelet than
-// before, and has another volume or node ID. It was reinstalled, or two machines have the nodename.
+// ReasonCertificateReplaced: the machine stated another client certificate, and has another volume or node ID: it was
+// reinstalled, or two machines have the nodename.
 // Fix: none after a reinstallation; docs/troubleshooting/certificates.md#client-certificate-replaced.
 const ReasonCertificateReplaced = "ClientCertificateReplaced"
 
-// Recorder states the certificate until Run returns. All fields are required.
+// Recorder states the certificate, the hash of the configuration and the version until Run returns. All fields are required.
 type Recorder struct {
 	Client kubernetes.Interface
 	Socket *talosapi.Socket
 	Events record.EventRecorder
 	Clock  clock.Clock
+	// Config returns the hash of the instance's configuration; empty if it is not known yet.
+	Config func() string
 }
 
-// Run states the certificate every minute until ctx ends, and sooner after the first few failures. It logs the reason of
+// Run states them every minute until ctx ends, and sooner after the first few failures. It logs the reason of
 // failures when the reason changes.
 func (r *Recorder) Run(ctx context.Context) {
 	var reported string
@@ -81,7 +88,7 @@ func (r *Recorder) Run(ctx context.Context) {
 	}
 }
 
-// state writes the certificate to the Node's record, if it is not there.
+// state writes to the Node what differs.
 func (r *Recorder) state(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, timeout)
 	defer cancel()
@@ -96,20 +103,28 @@ func (r *Recorder) state(ctx context.Context) error {
 		return err
 	}
 
-	certificate, err := r.certificate(ctx, self.Nodename)
-	if err != nil {
-		return err
+	before, labels := noderecord.Of(node), noderecord.Labels{}
+	next := before
+
+	certificate, certificateErr := r.certificate(ctx, self.Nodename)
+	if certificateErr == nil {
+		next = before.State(certificate, self)
 	}
 
-	before := noderecord.Of(node)
-
-	next := before.State(certificate, self)
-	if next == before {
-		return nil
+	if next != before {
+		labels = next.ByMachine()
 	}
 
-	if err := Write(ctx, r.Client, node, next.ByMachine()); err != nil {
-		return err
+	if instance := r.instance(); instance != noderecord.InstanceOf(node) {
+		maps.Copy(labels, instance.Labels())
+	}
+
+	if len(labels) > 0 {
+		err = Write(ctx, r.Client, node, labels)
+	}
+
+	if err != nil || next == before {
+		return cmp.Or(err, certificateErr)
 	}
 
 	klog.FromContext(ctx).Info("Stated client certificate of kubelet", "node", node.Name, "credential", next.Stated, "before", before.Stated)
@@ -121,6 +136,16 @@ func (r *Recorder) state(ctx context.Context) error {
 	}
 
 	return nil
+}
+
+// instance returns what the instance states about itself, without a version that cannot be the value of a label.
+func (r *Recorder) instance() noderecord.Instance {
+	i := noderecord.Instance{Config: r.Config(), Version: version.Version()}
+	if len(validation.IsValidLabelValue(i.Version)) > 0 {
+		i.Version = ""
+	}
+
+	return i
 }
 
 // self returns the nodename, the node ID and the volume of the local machine.

@@ -8,6 +8,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -25,6 +26,7 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/recorder"
 	"github.com/talos-ccm/talos-ccm/pkg/talosapi"
 	"github.com/talos-ccm/talos-ccm/pkg/talostest"
+	"github.com/talos-ccm/talos-ccm/pkg/version"
 	"github.com/talos-ccm/talos-ccm/test/ctest"
 	"github.com/talos-ccm/talos-ccm/test/kube"
 )
@@ -41,14 +43,23 @@ type suite struct {
 
 	machine *talostest.Machine
 	clock   *clocktesting.FakeClock
+	config  hash
 	log     ktesting.Buffer
 }
+
+// hash is the hash of an instance's configuration.
+type hash struct{ value atomic.Value }
+
+func (h *hash) String() string { return fmt.Sprint(h.value.Load()) }
+
+func (h *hash) set(value string) { h.value.Store(value) }
 
 func start(t *testing.T, name string, changes ...func(*rest.Config)) *suite {
 	t.Helper()
 	t.Parallel()
 
 	s := &suite{Suite: bed.NewSuite(t), clock: clocktesting.NewFakeClock(time.Now())}
+	s.config.set("a")
 	s.machine = s.Machine(talostest.MachineSpec{Nodename: name, Type: talosmachine.TypeControlPlane, ServeSocket: true})
 
 	socket, err := talosapi.OpenSocket(s.machine.Socket())
@@ -66,7 +77,7 @@ func start(t *testing.T, name string, changes ...func(*rest.Config)) *suite {
 	sink, _ := logger.GetSink().(ktesting.Underlier)
 	s.log = sink.GetBuffer()
 
-	r := recorder.Recorder{Client: instance.Client, Socket: socket, Events: instance.Recorder, Clock: s.clock}
+	r := recorder.Recorder{Client: instance.Client, Socket: socket, Events: instance.Recorder, Clock: s.clock, Config: s.config.String}
 	instance.Start(func(ctx context.Context) { r.Run(klog.NewContext(ctx, logger)) })
 	t.Cleanup(func() {
 		instance.Stop()
@@ -140,6 +151,9 @@ func TestRecorder_StatesCertificateInLabelsOfOwnNodeOnly(t *testing.T) {
 	assert.False(t, record.Expires.IsZero())
 
 	after := s.Node(s.machine.Nodename())
+	assert.Equal(t, noderecord.Instance{Config: "a", Version: version.Version()}, noderecord.InstanceOf(after))
+	delete(after.Labels, noderecord.LabelConfig)
+	delete(after.Labels, noderecord.LabelVersion)
 	maps.DeleteFunc(after.Labels, func(key, _ string) bool { return strings.HasPrefix(key, noderecord.LabelCredential) })
 	after.ResourceVersion, after.ManagedFields = node.ResourceVersion, node.ManagedFields
 	assert.Equal(t, node, after)
@@ -156,6 +170,12 @@ func TestRecorder_StatesCertificateInLabelsOfOwnNodeOnly(t *testing.T) {
 	s.turn()
 	assert.Equal(t, record, s.record())
 	assert.NotContains(t, s.Node(s.machine.Nodename()).Labels, noderecord.LabelRole)
+
+	// The configuration changes.
+	s.config.set("b")
+	s.turn()
+	assert.Equal(t, noderecord.Instance{Config: "b", Version: version.Version()}, noderecord.InstanceOf(s.Node(s.machine.Nodename())))
+	assert.Equal(t, record, s.record())
 }
 
 func TestRecorder_StatesNothingWithoutOwnNodeAndCertificate(t *testing.T) {

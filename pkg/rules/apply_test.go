@@ -2,6 +2,7 @@ package rules_test
 
 import (
 	"fmt"
+	"net/netip"
 	"strings"
 	"testing"
 
@@ -16,10 +17,13 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/rules"
 )
 
+// tables are those of templates in tests.
+var tables = rules.Tables{"racks": {"SerialNumber": "r12", "a": "r7", "": "none"}, "empty": nil}
+
 func compile(t testing.TB, list ...rules.Rule) *rules.Set {
 	t.Helper()
 
-	compiled, errs := rules.Compile(list, nil)
+	compiled, errs := rules.Compile(list, tables, nil)
 	require.Empty(t, errs)
 
 	return compiled
@@ -29,7 +33,7 @@ func compile(t testing.TB, list ...rules.Rule) *rules.Set {
 func compileError(t *testing.T, list ...rules.Rule) *field.Error {
 	t.Helper()
 
-	compiled, errs := rules.Compile(list, nil)
+	compiled, errs := rules.Compile(list, tables, nil)
 	require.Len(t, errs, 1)
 	assert.Nil(t, compiled)
 
@@ -79,6 +83,66 @@ func TestSet_NilChangesNothing(t *testing.T) {
 func TestApply_DoesNotEscapeHTML(t *testing.T) {
 	facts := rules.Facts{Machine: machine.Machine{System: hardware.SystemInformationSpec{Manufacturer: "Dell & Co <x>"}}}
 	assert.Equal(t, "Dell & Co <x>", render(t, "{{ .Manufacturer }}", facts))
+}
+
+func TestApply_RendersAddressesWithinCIDRs(t *testing.T) {
+	const cidrs = "203.0.113.0/24 198.51.100.0/24 2001:db8::/32 fe80::/10"
+
+	last := "203.0.113.9"
+
+	for value, want := range map[string]string{
+		"203.0.113.5":                           "203.0.113.5",
+		"203.0.113.5,2001:db8::5":               "203.0.113.5 2001:db8::5",
+		" 203.0.113.5\n198.51.100.5, ":          "203.0.113.5 198.51.100.5",
+		"::ffff:203.0.113.5":                    "203.0.113.5",
+		strings.Repeat("203.0.113.5 ", 16):      strings.TrimSpace(strings.Repeat("203.0.113.5 ", 16)),
+		"":                                      "must be 1 to 16 IP addresses",
+		strings.Repeat("203.0.113.5 ", 17):      "must be 1 to 16 IP addresses",
+		"203.0.113.5/32":                        `"203.0.113.5/32" is not a unicast IP address`,
+		"203.0.113.5 192.0.2.1":                 `"192.0.2.1" is in none of the rule's addressCIDRs`,
+		"::ffff:192.0.2.1":                      `"::ffff:192.0.2.1" is in none of the rule's addressCIDRs`,
+		"2001:db8::5%eth0":                      `"2001:db8::5%eth0" is in none of the rule's addressCIDRs`,
+		"fe80::1":                               `"fe80::1" is not a unicast IP address`,
+		strings.Repeat("x", 100):                `"` + strings.Repeat("x", 80) + `" is not a unicast IP address`,
+		"{{ .Zone }} is not rendered in values": `"{{" is not a unicast IP address`,
+	} {
+		set := compile(
+			t,
+			rules.Rule{Name: "first", Addresses: map[string]string{"ExternalIP": last}, AddressCIDRs: []string{"203.0.113.0/24"}},
+			rules.Rule{Name: "second", Addresses: map[string]string{"ExternalIP": "{{ .Meta.value }}"}, AddressCIDRs: strings.Fields(cidrs)},
+		)
+		result := set.Apply(rules.Facts{Machine: machine.Machine{Facts: &machine.Facts{Meta: map[string]string{"value": value}}}})
+
+		if len(result.Problems) > 0 {
+			assert.Equal(t, rules.Problem{Rule: "second", Key: "addresses[ExternalIP]", Value: value, Why: want}, result.Problems[0])
+			assert.Equal(t, []rules.Address{{Type: corev1.NodeExternalIP, IP: netip.MustParseAddr(last), Rule: "first"}}, result.Addresses, value)
+
+			continue
+		}
+
+		var got []string
+
+		for _, a := range result.Addresses {
+			assert.Equal(t, rules.Address{Type: corev1.NodeExternalIP, IP: a.IP, Rule: "second"}, a)
+			got = append(got, a.IP.String())
+		}
+
+		assert.Equal(t, want, strings.Join(got, " "), value)
+	}
+}
+
+func TestApply_KeepsAddressesOfOtherTypes(t *testing.T) {
+	cidrs := []string{"10.8.0.0/16"}
+	result := compile(
+		t,
+		rules.Rule{Name: "both", Addresses: map[string]string{"ExternalIP": "10.8.0.1", "InternalIP": "10.8.0.2"}, AddressCIDRs: cidrs},
+		rules.Rule{Name: "one", Addresses: map[string]string{"ExternalIP": "10.8.0.3"}, AddressCIDRs: cidrs},
+	).Apply(rules.Facts{})
+
+	assert.Equal(t, []rules.Address{
+		{Type: corev1.NodeInternalIP, IP: netip.MustParseAddr("10.8.0.2"), Rule: "both"},
+		{Type: corev1.NodeExternalIP, IP: netip.MustParseAddr("10.8.0.3"), Rule: "one"},
+	}, result.Addresses)
 }
 
 func TestApply_RendersTaints(t *testing.T) {
@@ -145,6 +209,144 @@ func TestExplain(t *testing.T) {
 		{Rule: "absent", Mismatch: "does not apply: tags.rack Exists, but the machine does not report it"},
 		{Rule: "terms", Mismatch: `does not apply: Region DoesNotExist, but it is "Region"; a term without expressions matches nothing; region NotIn Region, but it is "Region"`},
 	}, compiled.Explain(everything()))
+}
+
+func TestApply_SetsLabelsFromTags(t *testing.T) {
+	tags := map[string]string{
+		"team/owner": "web", "team/cost center": "7", "team/note": "not a label", "team/": "x", "Stage": "prod", "empty": "",
+		"raw:node-restriction.kubernetes.io/tier": "a", "raw:kubernetes.io/os": "a", "raw:node.k8s.io/a": "a", "raw:kubernetes.io": "a", "raw:my.org/a": "a", "raw:xk8s.io/a": "a",
+		"raw:talos.dev/owned-labels": "a", "x": strings.Repeat("x", 64),
+	}
+
+	for _, test := range []struct {
+		match, prefix string
+		want          map[string]string
+		problems      []string
+	}{
+		{"^team/o", "example.org/o", map[string]string{"example.org/owner": "web"}, nil},
+		{"^team/", "example.org/", map[string]string{"example.org/owner": "web"}, []string{
+			`labelsFromTags["team/"]="x" omitted: invalid key "example.org/": name part`,
+			`labelsFromTags["team/cost center"]="7" omitted: invalid key "example.org/cost center": name part`,
+			`labelsFromTags["team/note"]="not a label" omitted: a valid label`,
+		}},
+		{"^(Stage|empty)$", "", map[string]string{"Stage": "prod", "empty": ""}, nil},
+		{"^Stage$", "example.org/stage", map[string]string{"example.org/stage": "prod"}, nil},
+		{"^raw:", "", map[string]string{"my.org/a": "a", "xk8s.io/a": "a"}, []string{
+			`labelsFromTags["raw:kubernetes.io"]="a" omitted: key "kubernetes.io" cannot be set from tags: its domain is reserved by Kubernetes`,
+			`labelsFromTags["raw:kubernetes.io/os"]="a" omitted: key "kubernetes.io/os" cannot be set from tags`,
+			`labelsFromTags["raw:node-restriction.kubernetes.io/tier"]="a" omitted: key "node-restriction.kubernetes.io/tier" cannot be set from tags`,
+			`labelsFromTags["raw:node.k8s.io/a"]="a" omitted: key "node.k8s.io/a" cannot be set from tags: its domain is`,
+			`labelsFromTags["raw:talos.dev/owned-labels"]="a" omitted: key "talos.dev/owned-labels" cannot be set: Talos stores`,
+		}},
+		{"^raw:node", "node", nil, []string{
+			`labelsFromTags["raw:node-restriction.kubernetes.io/tier"]="a" omitted: key "node-restriction.kubernetes.io/tier" cannot be set`,
+			`labelsFromTags["raw:node.k8s.io/a"]="a" omitted: key "node.k8s.io/a" cannot be set`,
+		}},
+		{"^x", "", map[string]string{}, []string{`labelsFromTags["x"]="` + strings.Repeat("x", 64) + `" omitted: invalid key "": name part`}},
+		{"absent", "", nil, nil},
+	} {
+		facts := rules.Facts{Machine: machine.Machine{Platform: runtime.PlatformMetadataSpec{Tags: tags}}}
+		result := compile(t, rules.Rule{Name: "tags", LabelsFromTags: &rules.LabelsFromTags{Match: test.match, Prefix: test.prefix}}).Apply(facts)
+		assert.Len(t, result.Labels, len(test.want), test.match)
+
+		for key, value := range test.want {
+			assert.Equal(t, rules.Value{Value: value, Rule: "tags"}, result.Labels[key], test.match)
+		}
+
+		require.Len(t, result.Problems, len(test.problems), result.Problems)
+
+		for i, p := range result.Problems {
+			assert.Equal(t, "labelsFromTags", p.Kind())
+			assert.Contains(t, p.String(), `rule "tags": `+test.problems[i])
+		}
+	}
+}
+
+func TestApply_LabelsTakePrecedenceOverTagsOfRule(t *testing.T) {
+	fromTags := &rules.LabelsFromTags{Match: "^Owner$", Prefix: "owner"}
+	labels := map[string]string{"owner": "rule"}
+
+	for _, test := range []struct {
+		rules []rules.Rule
+		want  string
+	}{
+		{[]rules.Rule{{Labels: labels, LabelsFromTags: fromTags}}, "rule"},
+		{[]rules.Rule{{LabelsFromTags: fromTags}, {Labels: labels}}, "rule"},
+		{[]rules.Rule{{Labels: labels}, {LabelsFromTags: fromTags}}, "me"},
+		{[]rules.Rule{{Labels: labels}, {LabelsFromTags: fromTags, NodeSelector: one("zone", rules.In, "another")}}, "rule"},
+	} {
+		assert.Equal(t, map[string]string{"owner": test.want}, values(compile(t, test.rules...).Apply(everything()).Labels))
+	}
+}
+
+func TestApply_BoundsLabelsFromTags(t *testing.T) {
+	tags := map[string]string{}
+	for i := range 4000 {
+		tags[fmt.Sprintf("good-%04d", i)], tags[fmt.Sprintf("bad-%04d%s", i, strings.Repeat("x", 4000))] = "a", "not a label"
+	}
+
+	facts := rules.Facts{Machine: machine.Machine{Platform: runtime.PlatformMetadataSpec{Tags: tags}}}
+	good, bad := rules.Rule{LabelsFromTags: &rules.LabelsFromTags{Match: "^good-"}}, rules.Rule{LabelsFromTags: &rules.LabelsFromTags{Match: "^bad-"}}
+
+	result := compile(t, good, bad).Apply(facts)
+	assert.Len(t, result.Labels, 64)
+	assert.Contains(t, result.Labels, "0063")
+	require.Len(t, result.Problems, 1)
+	assert.Equal(t, `rule "#1": labelsFromTags["good-0064"]="a" omitted: rules set labels from at most 64 tags of a machine, and ignore all further ones`, result.Problems[0].String())
+
+	result = compile(t, bad, good).Apply(facts)
+	assert.Empty(t, result.Labels)
+	require.Len(t, result.Problems, 65)
+
+	for _, p := range result.Problems {
+		assert.Less(t, len(p.String()), 1000)
+	}
+}
+
+func TestApply_LooksUpTables(t *testing.T) {
+	rule := func(template string) rules.Rule {
+		return rules.Rule{Name: "racks", Labels: map[string]string{"rack": template}, Annotations: map[string]string{"other": "x"}}
+	}
+
+	for _, test := range []struct{ template, want, missing string }{
+		{`{{ lookup "racks" .SerialNumber }}`, "r12", ""},
+		{`{{ .SerialNumber | lookup "racks" | upper }}`, "R12", ""},
+		{`{{ lookup "racks" "" }}`, "none", ""},
+		{`{{ lookup "racks" .UUID }}`, "", `labels[rack]: table "racks" has no key "UUID"`},
+		{`{{ lookup "racks" .UUID | default "unknown" }}`, "unknown", `labels[rack]: table "racks" has no key "UUID"`},
+		{`{{ lookup "racks" "serialnumber" }}{{ lookup "racks" .UUID }}`, "", `labels[rack]: table "racks" has no key "serialnumber"`},
+		{`{{ lookup "empty" "a" }}`, "", `labels[rack]: table "empty" has no key "a"`},
+		{`{{ lookup "racks" (printf "%0100d" 0) }}`, "", `labels[rack]: table "racks" has no key "` + strings.Repeat("0", 80) + `"`},
+		{`{{ if false }}{{ lookup "racks" .UUID }}{{ end }}`, "", ""},
+	} {
+		compiled := compile(t, rule(test.template))
+		result := compiled.Apply(everything())
+		assert.Equal(t, map[string]string{"rack": test.want}, values(result.Labels), test.template)
+		assert.Empty(t, result.Problems)
+
+		want := rules.Match{Rule: "racks"}
+		if test.missing != "" {
+			want.Missing = []string{test.missing}
+		}
+
+		assert.Equal(t, []rules.Match{want}, compiled.Explain(everything()), test.template)
+	}
+}
+
+func TestCompile_RejectsUnknownTables(t *testing.T) {
+	for template, want := range map[string]string{
+		`{{ lookup "rack" .UUID }}`:                                  `unknown table "rack"; tables of the configuration: empty, racks`,
+		`{{ if .Spot }}{{ .UUID | lookup "rack" | upper }}{{ end }}`: `unknown table "rack"`,
+		`{{ upper (lookup "rack" .UUID) }}`:                          `unknown table "rack"`,
+		`{{ lookup .Zone .UUID }}`:                                   "the table of lookup must be a string literal",
+		`{{ lookup (lower "RACKS") .UUID }}`:                         "the table of lookup must be a string literal",
+		`{{ lookup "racks" }}`:                                       "wrong number of args for lookup: want 2 got 1",
+		`{{ lookup "racks" "a" "b" }}`:                               "wrong number of args for lookup: want 2 got 3",
+	} {
+		err := compileError(t, rules.Rule{Labels: map[string]string{"rack": template}})
+		assert.Equal(t, "[0].labels[rack]", err.Field)
+		assert.Contains(t, err.Detail, want, template)
+	}
 }
 
 func TestApply_SkipsOnlyInvalidValues(t *testing.T) {

@@ -44,6 +44,44 @@ func BenchmarkApply(b *testing.B) {
 	}
 }
 
+// BenchmarkRacks gives each of 1,000 machines the label of its rack, which 500 of them have: by a rule for each machine,
+// and by one rule with a table.
+func BenchmarkRacks(b *testing.B) {
+	const rows = 500
+
+	machines, racks, byRule := machines(1000), map[string]string{}, make([]rules.Rule, rows)
+
+	for i := range machines {
+		serial := fmt.Sprintf("4c4c4544-0000-%04d", i)
+		machines[i].Machine.System.SerialNumber = serial
+
+		if i < rows {
+			racks[serial] = fmt.Sprintf("r%d", i/20)
+			byRule[i] = rules.Rule{NodeSelector: one("serialNumber", rules.In, serial), Labels: map[string]string{"example.org/rack": racks[serial]}}
+		}
+	}
+
+	byTable := rules.Rule{Labels: map[string]string{"example.org/rack": `{{ lookup "racks" .SerialNumber }}`}}
+
+	for _, bench := range []struct {
+		name  string
+		rules []rules.Rule
+	}{{"no rules", nil}, {"rule for each machine", byRule}, {"table", []rules.Rule{byTable}}} {
+		compiled, errs := rules.Compile(bench.rules, rules.Tables{"racks": racks}, nil)
+		if len(errs) > 0 {
+			b.Fatal(errs)
+		}
+
+		b.Run(bench.name, func(b *testing.B) {
+			b.ReportAllocs()
+
+			for i := 0; b.Loop(); i++ {
+				compiled.Apply(machines[i%len(machines)])
+			}
+		})
+	}
+}
+
 // numbered returns count copies of the rule with their numbers in place of "%d". Half select by zone, half by hostname.
 func numbered(rule rules.Rule, count int) []rules.Rule {
 	fill := func(templates map[string]string, i int) map[string]string {

@@ -5,11 +5,14 @@ import (
 	"errors"
 	"fmt"
 	"maps"
+	"net/netip"
 	"reflect"
+	"regexp"
 	"slices"
 	"strconv"
 	"strings"
 	"text/template/parse"
+	"unicode"
 
 	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
 	corev1 "k8s.io/api/core/v1"
@@ -17,6 +20,7 @@ import (
 	"k8s.io/apimachinery/pkg/util/validation/field"
 	cloudproviderapi "k8s.io/cloud-provider/api"
 
+	"github.com/talos-ccm/talos-ccm/pkg/cidrset"
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
 )
 
@@ -44,12 +48,24 @@ func (s *Set) IdentityFacts() machine.FactKinds {
 	return s.identityFacts
 }
 
+// SetAddresses reports whether a rule sets addresses.
+func (s *Set) SetAddresses() bool {
+	return s != nil && slices.ContainsFunc(s.rules, func(r *rule) bool {
+		return slices.ContainsFunc(r.entries, func(e entry) bool { return e.kind == addresses })
+	})
+}
+
 type rule struct {
 	name     string
 	selector *Selector
 	entries  []entry
-	enforce  bool
-	features Features
+	tables   Tables
+	// tags is nil if the rule sets no labels from tags.
+	tags      *regexp.Regexp
+	tagPrefix string
+	enforce   bool
+	features  Features
+	cidrs     []netip.Prefix
 	// factKinds are read by the selector and the templates.
 	factKinds machine.FactKinds
 }
@@ -59,6 +75,9 @@ type entry struct {
 	key      string
 	template *parse.ListNode
 }
+
+// position returns the position in the rule, such as "labels[team]".
+func (e entry) position() string { return fmt.Sprintf("%s[%s]", e.kind.name, e.key) }
 
 // kind is a map of a rule.
 type kind struct {
@@ -82,12 +101,14 @@ var (
 
 		return nil
 	}}
-	taints   = &kind{"taints", checkTaintKey, setTaint}
-	metadata = &kind{"platformMetadata", checkField, setField}
+	taints    = &kind{"taints", checkTaintKey, setTaint}
+	metadata  = &kind{"platformMetadata", checkField, setField}
+	addresses = &kind{"addresses", checkAddressType, setAddresses}
 )
 
-// Compile returns the compiled rules, or all errors in them. The path is the field path of the rules.
-func Compile(rules []Rule, path *field.Path) (*Set, field.ErrorList) {
+// Compile returns the compiled rules, or all errors in them. The path is the field path of the rules. They may read the
+// tables, which must not change any more.
+func Compile(rules []Rule, tables Tables, path *field.Path) (*Set, field.ErrorList) {
 	var (
 		compiled      Set
 		metadataFacts machine.FactKinds // of the rules that replace metadata, which later rules can read
@@ -97,7 +118,7 @@ func Compile(rules []Rule, path *field.Path) (*Set, field.ErrorList) {
 	first := map[string]int{}
 
 	for i, source := range rules {
-		r := &rule{name: cmp.Or(source.Name, fmt.Sprintf("#%d", i+1)), enforce: source.Enforce, features: source.Features}
+		r := &rule{name: cmp.Or(source.Name, fmt.Sprintf("#%d", i+1)), tables: tables, enforce: source.Enforce, features: source.Features}
 
 		if other, duplicate := first[r.name]; !duplicate {
 			first[r.name] = i
@@ -140,9 +161,12 @@ func (r *rule) compile(source Rule, path *field.Path) (errs field.ErrorList) {
 	r.selector, errs = CompileSelector(source.NodeSelector, path.Child("nodeSelector"))
 	r.factKinds = r.selector.FactKinds()
 	errs = append(errs, r.add(labels, source.Labels, path)...)
+	errs = append(errs, r.compileTags(source.LabelsFromTags, path.Child("labelsFromTags"))...)
 	errs = append(errs, r.add(annotations, source.Annotations, path)...)
 	errs = append(errs, r.add(taints, source.Taints, path)...)
 	errs = append(errs, r.add(metadata, source.PlatformMetadata, path)...)
+	errs = append(errs, r.compileCIDRs(source, path)...)
+	errs = append(errs, r.add(addresses, source.Addresses, path)...)
 
 	seen := map[string]string{}
 
@@ -153,6 +177,31 @@ func (r *rule) compile(source Rule, path *field.Path) (errs field.ErrorList) {
 		}
 
 		seen[name] = key
+	}
+
+	return errs
+}
+
+func (r *rule) compileCIDRs(source Rule, path *field.Path) (errs field.ErrorList) {
+	if len(source.Addresses) > 0 && len(source.AddressCIDRs) == 0 {
+		errs = append(errs, field.Required(path.Child("addressCIDRs"), "must contain the rule's addresses"))
+	}
+
+	for i, s := range source.AddressCIDRs {
+		cidr, err := cidrset.ParsePrefix(s)
+		if err == nil && cidr.Bits() == 0 {
+			err = fmt.Errorf("%q must not contain all addresses", s)
+		}
+
+		if err != nil {
+			errs = append(errs, invalid(path.Child("addressCIDRs").Index(i), err))
+		}
+
+		r.cidrs = append(r.cidrs, cidr)
+	}
+
+	if len(errs) > 0 { // that an address is in none of the CIDRs would be misleading
+		r.cidrs = []netip.Prefix{netip.PrefixFrom(netip.IPv4Unspecified(), 0), netip.PrefixFrom(netip.IPv6Unspecified(), 0)}
 	}
 
 	return errs
@@ -170,7 +219,7 @@ func (r *rule) add(k *kind, source map[string]string, path *field.Path) (errs fi
 			errs = append(errs, invalid(at, err))
 		}
 
-		compiled, factKinds, err := compileTemplate(source[key])
+		compiled, factKinds, err := compileTemplate(source[key], r.tables)
 		r.factKinds |= factKinds
 
 		if err == nil && !slices.ContainsFunc(compiled.Nodes, isAction) {
@@ -297,7 +346,7 @@ func checkKey(key string) error {
 		isPrefix := strings.TrimRight(reserved, "-/") != reserved
 
 		if key == reserved || isPrefix && strings.HasPrefix(key, reserved) {
-			return fmt.Errorf("key %q cannot be set: %s", key, reason)
+			return fmt.Errorf("key %.80q cannot be set: %s", key, reason)
 		}
 	}
 
@@ -306,7 +355,7 @@ func checkKey(key string) error {
 
 func checkQualifiedName(key string) error {
 	if errs := validation.IsQualifiedName(key); len(errs) > 0 {
-		return fmt.Errorf("invalid key %q: %s", key, strings.Join(errs, "; "))
+		return fmt.Errorf("invalid key %.80q: %s", key, strings.Join(errs, "; "))
 	}
 
 	return nil
@@ -355,6 +404,45 @@ func setTaint(result *Result, r *rule, key, text string) error {
 
 	isReplaced := func(other Taint) bool { return other.MatchTaint(&taint.Taint) }
 	result.Taints = append(slices.DeleteFunc(result.Taints, isReplaced), taint)
+
+	return nil
+}
+
+// maxAddresses limits what root on a machine can have listed, if the template reads what the machine reports.
+const maxAddresses = 16
+
+func checkAddressType(key string) error {
+	if types := []string{string(corev1.NodeExternalIP), string(corev1.NodeInternalIP)}; !slices.Contains(types, key) {
+		return fmt.Errorf("unknown type %q; supported types: %s", key, strings.Join(types, ", "))
+	}
+
+	return nil
+}
+
+// setAddresses replaces the addresses of a type. If one is invalid, none is set.
+func setAddresses(result *Result, r *rule, key, text string) error {
+	list := strings.FieldsFunc(text, func(c rune) bool { return c == ',' || unicode.IsSpace(c) })
+	if len(list) == 0 || len(list) > maxAddresses {
+		return fmt.Errorf("must be 1 to %d IP addresses", maxAddresses)
+	}
+
+	set := slices.DeleteFunc(slices.Clone(result.Addresses), func(a Address) bool { return string(a.Type) == key })
+
+	for _, s := range list {
+		ip, err := netip.ParseAddr(s)
+		if ip = ip.Unmap(); err != nil || !ip.IsGlobalUnicast() {
+			return fmt.Errorf("%.80q is not a unicast IP address", s)
+		}
+
+		// No CIDR contains an address with a zone.
+		if !slices.ContainsFunc(r.cidrs, func(cidr netip.Prefix) bool { return cidr.Contains(ip) }) {
+			return fmt.Errorf("%.80q is in none of the rule's addressCIDRs", s)
+		}
+
+		set = append(set, Address{corev1.NodeAddressType(key), ip, r.name})
+	}
+
+	result.Addresses = set
 
 	return nil
 }

@@ -22,7 +22,7 @@ func TestCompile_ReportsAllErrorsWithPaths(t *testing.T) {
 			PlatformMetadata: map[string]string{"zoned": "", "Spot": "maybe"},
 		},
 		{Annotations: map[string]string{"b": "{{ end }}"}},
-	}, field.NewPath("transformations"))
+	}, nil, field.NewPath("transformations"))
 	assert.Nil(t, compiled)
 
 	var got []string
@@ -55,11 +55,24 @@ func TestCompile_Errors(t *testing.T) {
 		return rules.Rule{PlatformMetadata: map[string]string{field: value}}
 	}
 
+	address := func(typ, value string, cidrs ...string) rules.Rule {
+		return rules.Rule{Addresses: map[string]string{typ: value}, AddressCIDRs: cidrs}
+	}
+
 	for _, test := range []struct {
 		name string
 		rule rules.Rule
 		want string
 	}{
+		{"unknown type of addresses", address("Hostname", "{{ .Zone }}", "203.0.113.0/24"), "supported types: ExternalIP, InternalIP"},
+		{"addresses without CIDRs", address("ExternalIP", "{{ .Zone }}"), "must contain the rule's addresses"},
+		{"all addresses allowed", address("ExternalIP", "{{ .Zone }}", "0.0.0.0/0"), "must not contain all addresses"},
+		{"CIDR with host bits", address("ExternalIP", "{{ .Zone }}", "203.0.113.1/24"), "did you mean 203.0.113.0/24"},
+		{"address outside the CIDRs", address("ExternalIP", "198.51.100.1", "203.0.113.0/24"), `"198.51.100.1" is in none of the rule's addressCIDRs`},
+		{"one of two addresses outside the CIDRs", address("InternalIP", "203.0.113.1, 198.51.100.1", "203.0.113.0/24"), `"198.51.100.1" is in none`},
+		{"no address", address("ExternalIP", " ", "203.0.113.0/24"), "must be 1 to 16"},
+		{"name as address", address("ExternalIP", "example.org", "203.0.113.0/24"), `"example.org" is not a unicast IP address`},
+		{"link-local address", address("InternalIP", "169.254.0.1", "169.254.0.0/16"), "is not a unicast IP address"},
 		{"invalid label key", label("a/b/c", ""), "a/b/c"},
 		{"invalid label value", label("a", "b c"), `"b c": a valid label`},
 		{"invalid label value with a comment", label("a", "b{{/**/}} c"), "alphanumeric"},
@@ -94,6 +107,25 @@ func TestCompile_Errors(t *testing.T) {
 		{"empty providerID", replace("ProviderID", ""), "<provider>://<ID>"},
 	} {
 		t.Run(test.name, func(t *testing.T) { assert.Contains(t, compileError(t, test.rule).Error(), test.want) })
+	}
+}
+
+func TestCompile_RejectsLabelsFromTags(t *testing.T) {
+	for _, test := range []struct {
+		source      rules.LabelsFromTags
+		field, want string
+	}{
+		{rules.LabelsFromTags{Match: "^team/("}, "match", "missing closing )"},
+		{rules.LabelsFromTags{Prefix: "kubernetes.io/"}, "prefix", "its domain is reserved by Kubernetes"},
+		{rules.LabelsFromTags{Prefix: "node-restriction.kubernetes.io/"}, "prefix", "its domain is reserved by Kubernetes"},
+		{rules.LabelsFromTags{Prefix: "kubelet.k8s.io/a-"}, "prefix", "its domain is reserved by Kubernetes"},
+		{rules.LabelsFromTags{Prefix: "Example.org/"}, "prefix", `invalid key "Example.org/name": prefix part`},
+		{rules.LabelsFromTags{Prefix: "a/b/"}, "prefix", "invalid key"},
+		{rules.LabelsFromTags{Prefix: "-"}, "prefix", "invalid key"},
+	} {
+		err := compileError(t, rules.Rule{LabelsFromTags: &test.source})
+		assert.Equal(t, "[0].labelsFromTags."+test.field, err.Field)
+		assert.Contains(t, err.Detail, test.want)
 	}
 }
 

@@ -19,7 +19,10 @@ import (
 type executor struct {
 	out []byte
 	// scope is a stack of the variables "$", "." and those that the template declares.
-	scope []binding
+	scope  []binding
+	tables Tables
+	// missing is why the first lookup without a result has none.
+	missing string
 }
 
 type binding struct {
@@ -27,19 +30,19 @@ type binding struct {
 	value any
 }
 
-// render returns the text of a template. It returns no text with an error.
-func render(root *parse.ListNode, variables map[string]any) (string, error) {
-	x := executor{scope: []binding{{"$", variables}, {".", variables}}}
+// render returns the text of a template, and why a lookup has no result. It returns no text with an error.
+func render(root *parse.ListNode, variables map[string]any, tables Tables) (text, missing string, err error) {
+	x := executor{scope: []binding{{"$", variables}, {".", variables}}, tables: tables}
 
 	if err := x.list(root); err != nil {
-		return "", err
+		return "", x.missing, err
 	}
 
 	if !utf8.Valid(x.out) {
-		return "", errNotUTF8
+		return "", x.missing, errNotUTF8
 	}
 
-	return string(x.out), nil
+	return string(x.out), x.missing, nil
 }
 
 func (x *executor) list(list *parse.ListNode) error {
@@ -326,12 +329,7 @@ func number(n *parse.NumberNode) (any, error) {
 
 // call calls a function. The piped value is its last argument.
 func (x *executor) call(name string, args []parse.Node, piped []any) (any, error) {
-	function, found := functions[name]
-	if !found {
-		function = builtins[name]
-	}
-
-	f := reflect.ValueOf(function)
+	f := reflect.ValueOf(x.function(name))
 	if err := checkArity(name, f.Type(), len(args)+len(piped)); err != nil {
 		return nil, err
 	}
@@ -357,6 +355,28 @@ func (x *executor) call(name string, args []parse.Node, piped []any) (any, error
 	}
 
 	return invoke(name, f, append(values, piped...))
+}
+
+func (x *executor) function(name string) any {
+	if name == "lookup" {
+		return x.lookup
+	}
+
+	if function, found := functions[name]; found {
+		return function
+	}
+
+	return builtins[name]
+}
+
+// lookup returns the text of a key in a table; empty if the table does not have the key.
+func (x *executor) lookup(table, key string) string {
+	text, found := x.tables[table][key]
+	if !found && x.missing == "" {
+		x.missing = fmt.Sprintf("table %q has no key %.80q", table, key)
+	}
+
+	return text
 }
 
 func invoke(name string, f reflect.Value, values []any) (any, error) {

@@ -15,8 +15,8 @@ var (
 func Values(facts Facts) map[string]any { return newVariables(&facts, facts.Machine.Platform).values }
 
 // Check returns the errors of a parsed template that are not errors of its syntax.
-func Check(root *parse.ListNode) error {
-	var c checker
+func Check(root *parse.ListNode, tables Tables) error {
+	c := checker{tables: tables}
 
 	c.list(root)
 

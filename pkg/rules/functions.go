@@ -70,6 +70,9 @@ var functions = map[string]any{
 	},
 	"sha256sum": func(s string) string { return fmt.Sprintf("%x", sha256.Sum256([]byte(s))) },
 
+	// An executor calls its own method, which reads the tables of the configuration.
+	"lookup": new(executor).lookup,
+
 	"getValue":  getValue,
 	"splitList": func(separator, s string) []string { return strings.Split(s, separator) },
 	"join":      func(separator string, list []string) string { return strings.Join(list, separator) },

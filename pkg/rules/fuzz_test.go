@@ -47,6 +47,8 @@ func FuzzTemplate(f *testing.F) {
 	f.Add(`{{ $x := .Zone }}{{ range $i, $x = splitList "," $x }}{{ $i }}{{ end }}{{ $x }}`, "a,b")
 	f.Add(`{{ slice (slice (keys .Tags) 0 1) 0 2 }}{{ slice (keys .Tags) 0 1 2 | len }}{{ eq .Tags nil }}{{ .Tags.absent | html | js | urlquery }}`, "'")
 
+	f.Add(`{{ lookup "racks" .Zone }}{{ range .Tags }}{{ . | lookup "racks" | default "none" }}{{ end }}`, "a")
+
 	for i := range uint64(200) {
 		f.Add((&generator{Rand: rand.New(rand.NewPCG(0, i))}).body(2), "a,b")
 	}
@@ -71,7 +73,7 @@ func FuzzTemplate(f *testing.F) {
 		compiled, errs := rules.Compile([]rules.Rule{{
 			Labels: map[string]string{"l": template}, Annotations: map[string]string{"a": template}, Taints: map[string]string{"t": template},
 			PlatformMetadata: map[string]string{"ProviderID": template, "Spot": template},
-		}}, nil)
+		}}, nil, nil)
 		if len(errs) > 0 {
 			return
 		}

@@ -43,7 +43,7 @@ var paths = map[byte][]string{
 var calls = map[byte][]string{
 	't': {
 		"upper t", "lower t", "trim t", "trimAll t t", "trimPrefix t t", "trimSuffix t t", "replace t t t", "trunc n t", "b64enc t", "b64dec t", "sha256sum t",
-		"getValue t t", "join t l", "first l", "last l", "get d t", "regexFind r t", "regexFindString r t n", "regexReplaceAll r t t", "fail t", "print a a", "print",
+		"getValue t t", "lookup `racks` t", "join t l", "first l", "last l", "get d t", "regexFind r t", "regexFindString r t n", "regexReplaceAll r t t", "fail t", "print a a", "print",
 		"println a", "printf f a a", "printf f t", "print -9223372036854775808 N", "html a", "html t t", "js t", "js a a", "urlquery t", "urlquery a",
 		"slice t n", "slice t n n", "slice t n n n", "slice t", "index a",
 		"index d t", "index l n", "default t t", "coalesce t t", "coalesce a a a", "ternary t t b", "and t t", "or t t t",

@@ -43,7 +43,7 @@ const (
 
 // outcomeOf compiles and renders a template.
 func outcomeOf(source string, facts rules.Facts) (outcome, error) {
-	compiled, errs := rules.Compile([]rules.Rule{annotate(source)}, nil)
+	compiled, errs := rules.Compile([]rules.Rule{annotate(source)}, tables, nil)
 	if len(errs) > 0 {
 		return outcome{failed: compiling}, errs.ToAggregate()
 	}
@@ -58,9 +58,9 @@ func outcomeOf(source string, facts rules.Facts) (outcome, error) {
 
 // oracle compiles and renders a template with package text/template.
 func oracle(source string, facts rules.Facts) (result outcome, err error) {
-	t, err := template.New("line").Option("missingkey=zero").Funcs(rules.FunctionMap).Parse(source)
+	t, err := template.New("line").Option("missingkey=zero").Funcs(rules.FunctionMap).Funcs(template.FuncMap{"lookup": func(table, key string) string { return tables[table][key] }}).Parse(source)
 	if err == nil {
-		err = rules.Check(t.Root)
+		err = rules.Check(t.Root, tables)
 	}
 
 	if err != nil || len(source) > maxText || !utf8.ValidString(source) || len(t.Templates()) > 1 {

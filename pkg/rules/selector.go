@@ -11,6 +11,7 @@ import (
 	"strings"
 
 	"k8s.io/apimachinery/pkg/util/validation/field"
+	"k8s.io/apimachinery/pkg/util/version"
 
 	"github.com/talos-ccm/talos-ccm/pkg/cidrset"
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
@@ -131,7 +132,7 @@ func compileSelector(terms []SelectorTerm, path *field.Path, find func(key strin
 				errs = append(errs, invalid(at.Child("key"), err))
 			}
 
-			matches, err := compilePredicate(e.Operator, e.Values)
+			matches, err := compilePredicate(variableOf(e.Key), e.Operator, e.Values)
 			err = cmp.Or(err, checkValues(variableOf(e.Key), e))
 
 			switch {
@@ -248,7 +249,10 @@ func getFold(entries map[string]string, name string) (value string, present bool
 
 var operators = []Operator{In, NotIn, Exists, DoesNotExist, Gt, Lt, Regexp, InCIDR}
 
-func compilePredicate(operator Operator, values []string) (predicate, error) {
+// versions are the variables that Gt and Lt compare as versions.
+var versions = []string{"TalosVersion", "KubernetesVersion"}
+
+func compilePredicate(variable string, operator Operator, values []string) (predicate, error) {
 	if err := checkCount(operator, len(values)); err != nil {
 		return nil, err
 	}
@@ -267,7 +271,12 @@ func compilePredicate(operator Operator, values []string) (predicate, error) {
 
 		return anyOf(func(value string) bool { return expression.MatchString(value) }), err
 	default:
-		return compareIntegers(values[0], map[Operator]int{Gt: 1, Lt: -1}[operator])
+		compare := compareIntegers
+		if slices.Contains(versions, variable) {
+			compare = compareVersions
+		}
+
+		return compare(values[0], map[Operator]int{Gt: 1, Lt: -1}[operator])
 	}
 }
 
@@ -336,12 +345,27 @@ func compileCIDRs(values []string) (predicate, error) {
 func compareIntegers(limit string, wanted int) (predicate, error) {
 	parsed, err := strconv.ParseInt(limit, 10, 64)
 	if err != nil {
-		return nil, fmt.Errorf("%q is not an integer; versions and other text cannot be compared: use Regexp", limit)
+		return nil, fmt.Errorf("%q is not an integer, and other values of this key cannot be compared; use Regexp", limit)
 	}
 
 	return anyOf(func(value string) bool {
 		n, err := strconv.ParseInt(value, 10, 64)
 
 		return err == nil && cmp.Compare(n, parsed) == wanted
+	}), nil
+}
+
+// compareVersions matches versions for which the comparison with the limit returns the wanted result. A limit without a
+// patch version is equal to pre-releases, too: v1.14.0-beta.0 is less than 1.14.0, but not less than 1.14.
+func compareVersions(limit string, wanted int) (predicate, error) {
+	parsed, err := version.Parse(limit)
+	if err != nil || parsed.String() != strings.TrimPrefix(limit, "v") { // Parse ignores what follows the numbers
+		return nil, fmt.Errorf("%q is not a version such as 1.13 or v1.14.1", limit)
+	}
+
+	return anyOf(func(value string) bool {
+		order, err := parsed.Compare(value)
+
+		return err == nil && order == -wanted
 	}), nil
 }

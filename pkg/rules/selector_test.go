@@ -123,6 +123,39 @@ func TestSelector_Operators(t *testing.T) {
 	}
 }
 
+func TestSelector_ComparesVersions(t *testing.T) {
+	for _, test := range []struct {
+		version  string
+		operator rules.Operator
+		limit    string
+		want     bool
+	}{
+		{"v1.13.5", rules.Gt, "1.13", true},
+		{"v1.13.0", rules.Gt, "1.13", false},
+		{"v1.9.5", rules.Gt, "1.13", false},
+		{"v1.9.5", rules.Lt, "1.13", true},
+		{"v1.13.0", rules.Lt, "1.13", false},
+		{"v1.13.10", rules.Gt, "v1.13.9", true},
+		{"v1.13.9", rules.Gt, "v1.13.9", false},
+		{"v2.0.0", rules.Lt, "1.13.9", false},
+		{"v1.14.0-beta.1", rules.Lt, "1.14.0", true},
+		{"v1.14.0-beta.10", rules.Gt, "v1.14.0-beta.9", true},
+		{"v1.14.0-beta.1", rules.Lt, "1.14", false},
+		{"v1.14.0-beta.1", rules.Gt, "1.14", false},
+		{"v1.14.1+k3s1", rules.Gt, "1.14.0", true},
+		{"v1.13.0-12-g0a1b2c3d", rules.Gt, "1.12", true},
+		{"", rules.Lt, "1.13", false},
+		{"latest", rules.Gt, "1.13", false},
+		{"latest", rules.Lt, "1.13.0", false},
+	} {
+		facts := rules.Facts{KubernetesVersion: test.version, Machine: machine.Machine{Facts: &machine.Facts{TalosVersion: test.version}}}
+
+		for _, key := range []string{"talosVersion", "KubernetesVersion"} {
+			assert.Equal(t, test.want, selector(t, one(key, test.operator, test.limit)).Matches(facts), "%s: %s %s %s", key, test.version, test.operator, test.limit)
+		}
+	}
+}
+
 func TestFactKinds_OfSelectorsAndTemplates(t *testing.T) {
 	cpus, gateways, kernelArgs := machine.FactKindsOf("CPUs"), machine.FactKindsOf("Gateways"), machine.FactKindsOf("KernelArgs")
 	selects := slices.Concat(one("zone", rules.Exists), one("CPUs", rules.Gt, "8"), one("region", rules.Exists))
@@ -312,6 +345,10 @@ func TestCompileSelector_Errors(t *testing.T) {
 		{"DoesNotExist with values", rules.Expression{Key: "zone", Operator: rules.DoesNotExist, Values: []string{"a"}}, "values", "takes no values"},
 		{"Gt with two values", rules.Expression{Key: "zone", Operator: rules.Gt, Values: []string{"1", "2"}}, "values", "exactly one"},
 		{"Lt with a fraction", rules.Expression{Key: "zone", Operator: rules.Lt, Values: []string{"1.5"}}, "values", "1.5"},
+		{"Gt with text", rules.Expression{Key: "cpus", Operator: rules.Gt, Values: []string{"many"}}, "values", `"many" is not an integer`},
+		{"Gt with a major version", rules.Expression{Key: "talosVersion", Operator: rules.Gt, Values: []string{"1"}}, "values", `"1" is not a version such as 1.13`},
+		{"Lt with text after a version", rules.Expression{Key: "kubernetesVersion", Operator: rules.Lt, Values: []string{"1.13.x"}}, "values", `"1.13.x" is not a version`},
+		{"Lt with an empty version", rules.Expression{Key: "talosVersion", Operator: rules.Lt, Values: []string{""}}, "values", `"" is not a version`},
 		{"InCIDR without values", rules.Expression{Key: "addresses", Operator: rules.InCIDR}, "values", "at least one"},
 		{"InCIDR with an address", rules.Expression{Key: "addresses", Operator: rules.InCIDR, Values: []string{"10.0.0.0/8", "10.1.2.3"}}, "values", "10.1.2.3"},
 		{"InCIDR with host bits", rules.Expression{Key: "addresses", Operator: rules.InCIDR, Values: []string{"10.1.2.3/8"}}, "values", "10.0.0.0/8"},

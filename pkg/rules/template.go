@@ -90,7 +90,7 @@ var zeroVariables = newVariables(&Facts{}, runtime.PlatformMetadataSpec{}).value
 func Variables() []string { return slices.Sorted(maps.Keys(zeroVariables)) }
 
 // compileTemplate returns the parsed template and the kinds of facts that it reads.
-func compileTemplate(source string) (root *parse.ListNode, factKinds machine.FactKinds, err error) {
+func compileTemplate(source string, tables Tables) (root *parse.ListNode, factKinds machine.FactKinds, err error) {
 	if !utf8.ValidString(source) {
 		return nil, 0, errNotUTF8
 	}
@@ -114,7 +114,7 @@ func compileTemplate(source string) (root *parse.ListNode, factKinds machine.Fac
 		return nil, 0, errors.New("a template cannot define other templates")
 	}
 
-	var c checker
+	c := checker{tables: tables}
 
 	root = trees["line"].Root
 	c.list(root)
@@ -164,6 +164,7 @@ func checkLength(length int) error {
 
 // checker finds errors that would otherwise occur only when a template is rendered, or not at all.
 type checker struct {
+	tables Tables
 	// rebound is true where "." is not the variables: inside with and range.
 	rebound bool
 	// factKinds are those that the template reads.
@@ -252,6 +253,17 @@ func (c *checker) call(name string, args []parse.Node, piped int) {
 		}
 	case name == "printf" && literal == nil:
 		c.fail("the format of printf must be a string literal")
+	case name == "lookup" && len(args) > 0:
+		c.table(literal)
+	}
+}
+
+// table checks the first argument of lookup, which is nil if it is not a literal.
+func (c *checker) table(name *parse.StringNode) {
+	if name == nil {
+		c.fail("the table of lookup must be a string literal")
+	} else if _, known := c.tables[name.Text]; !known {
+		c.fail("unknown table %q; tables of the configuration: %s", name.Text, strings.Join(slices.Sorted(maps.Keys(c.tables)), ", "))
 	}
 }
 

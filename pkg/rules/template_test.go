@@ -32,6 +32,7 @@ var examples = []struct{ function, template, want string }{
 	{"join", `{{ splitList "," "b,c" | join "+" }}{{ join "+" (splitList "," "") }}`, "b+c"},
 	{"keys", `{{ keys .Tags }}`, "[]"},
 	{"last", `{{ last (splitList "," "a,b") }}`, "b"},
+	{"lookup", `{{ lookup "racks" "a" }}{{ lookup "racks" "absent" }}`, "r7"},
 	{"lower", `{{ lower "HELLO" }}`, "hello"},
 	{"regexFind", `{{ regexFind "[a-zA-Z][1-9]" "abcd1234" }}`, "d1"},
 	{"regexFindString", `{{ regexFindString "^type-([a-z0-9]+)-(.*)$" "type-metal1-asz" 1 }}{{ regexFindString "a" "b" 1 }}`, "metal1"},

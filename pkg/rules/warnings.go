@@ -26,8 +26,12 @@ func Warnings(rules []Rule, path *field.Path) (warnings []Warning) {
 		at := path.Index(i)
 		warnings = append(warnings, SelectorWarnings(r.NodeSelector, at.Child("nodeSelector"))...)
 
-		if len(r.Labels)+len(r.Annotations)+len(r.Taints)+len(r.PlatformMetadata) == 0 && r.Features == (Features{}) {
+		if r.setsNothing() {
 			warnings = append(warnings, Warning{at, "the rule sets nothing"})
+		}
+
+		if len(r.Addresses) == 0 && len(r.AddressCIDRs) > 0 {
+			warnings = append(warnings, Warning{at.Child("addressCIDRs"), "has no effect without addresses"})
 		}
 
 		for _, key := range slices.Sorted(maps.Keys(r.Taints)) {
@@ -45,6 +49,12 @@ func Warnings(rules []Rule, path *field.Path) (warnings []Warning) {
 	}
 
 	return warnings
+}
+
+func (r Rule) setsNothing() bool {
+	values := len(r.Labels) + len(r.Annotations) + len(r.Taints) + len(r.PlatformMetadata) + len(r.Addresses)
+
+	return values == 0 && r.LabelsFromTags == nil && r.Features == (Features{})
 }
 
 // form is the form of the values of a variable, or of the names of the entries of a map.
@@ -120,7 +130,7 @@ func (e Expression) warnings(at *field.Path) (warnings []Warning) {
 		return []Warning{{at.Child("key"), fmt.Sprintf("no machine has %s; %s", e.Key, f.hint)}}
 	case isEntry:
 		return nil
-	case hasForm && slices.Contains([]Operator{Gt, Lt}, e.Operator):
+	case hasForm && slices.Contains([]Operator{Gt, Lt}, e.Operator) && !slices.Contains(versions, variable):
 		return []Warning{{at.Child("operator"), fmt.Sprintf("%s is not an integer, and %s compares nothing else; use Regexp", e.Key, e.Operator)}}
 	case !slices.Contains([]Operator{In, NotIn}, e.Operator):
 		return nil

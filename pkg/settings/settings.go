@@ -14,6 +14,9 @@ package settings
 
 import (
 	"context"
+	"crypto/sha256"
+	"encoding/hex"
+	"fmt"
 	"maps"
 	"os"
 	"path/filepath"
@@ -25,6 +28,9 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/config"
 	"github.com/talos-ccm/talos-ccm/pkg/internal/metric"
 )
+
+var info = metric.NewGaugeVec("talosccm_config_info",
+	"Always 1. The label is the hash of the latest configuration and environment, valid or not, which should be the same on all control-plane machines.", "hash")
 
 var valid = metric.NewGauge("talosccm_config_valid",
 	"1 if the latest configuration is valid and in force, 0 if it is invalid and the last-known-good one, if any, is in force.")
@@ -39,6 +45,13 @@ type Document struct {
 	Environment []string
 }
 
+// Hash returns the first 16 hexadecimal digits of the SHA-256 hash of the configuration and the environment.
+func (d Document) Hash() string {
+	sum := sha256.Sum256(fmt.Appendf(nil, "%q %q", d.Config, d.Environment))
+
+	return hex.EncodeToString(sum[:8])
+}
+
 // Store holds the configuration in force. Use New. It is safe for concurrent use.
 type Store struct {
 	source Source
@@ -49,6 +62,7 @@ type Store struct {
 	mu          sync.Mutex
 	current     *config.Compiled
 	environment []string
+	hash        string
 	problem     error
 	handlers    map[*func()]struct{}
 }
@@ -73,7 +87,8 @@ func (s *Store) Run(ctx context.Context) {
 	s.source.Follow(ctx, func(doc Document, err error) {
 		var compiled *config.Compiled
 
-		if err == nil {
+		isRead := err == nil
+		if isRead {
 			compiled, err = config.Parse(doc.Name, doc.Config)
 		}
 
@@ -98,6 +113,13 @@ func (s *Store) Run(ctx context.Context) {
 		s.mu.Lock()
 
 		s.problem, s.current = err, compiled
+
+		if isRead {
+			s.hash = doc.Hash()
+
+			info.Reset()
+			info.WithLabelValues(s.hash).Set(1)
+		}
 
 		if err == nil {
 			s.environment = doc.Environment
@@ -143,6 +165,14 @@ func (s *Store) Environment() []string {
 	defer s.mu.Unlock()
 
 	return s.environment
+}
+
+// Hash returns the hash of the latest document that could be read, valid or not; empty before the first.
+func (s *Store) Hash() string {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+
+	return s.hash
 }
 
 // Problem returns why the latest document is invalid; nil if it is in force.

@@ -171,3 +171,31 @@ func TestStore_AwaitBlocksUntilFirstValidDocument(t *testing.T) {
 	cancel()
 	assert.False(t, s.Await(ctx), "got true after ctx ended")
 }
+
+func TestStore_HashesLatestDocumentThatCouldBeRead(t *testing.T) {
+	s, d := follow(t, "", anyEnvironment)
+	assert.Empty(t, s.Hash())
+
+	seen := map[string]bool{}
+
+	for _, doc := range []settings.Document{
+		document(""), document("global: {clusterName: a}"), document("nonsense: true"),
+		{Environment: []string{"A=1"}},
+		{Environment: []string{"A=1", "B=2"}},
+		{Environment: []string{"A=1,B=2"}},
+	} {
+		d.deliver(doc, nil)
+		assert.Len(t, s.Hash(), 16)
+		assert.False(t, seen[s.Hash()], "%v", doc)
+		seen[s.Hash()] = true
+
+		before := s.Hash()
+		d.deliver(document("other"), errors.New("unreadable"))
+		assert.Equal(t, before, s.Hash())
+	}
+
+	// Neither its name nor an empty environment make a difference.
+	d.deliver(settings.Document{Name: "other", Environment: []string{}}, nil)
+	d.deliver(document(""), nil)
+	assert.Equal(t, settings.Document{}.Hash(), s.Hash())
+}

@@ -46,7 +46,7 @@ const (
 )
 
 // limits are the sizes in bytes of all resources of a kind together, in a list or in a watch. Machines send a resource as
-// protobuf and as YAML. docs/explanation/security.md lists what real machines need.
+// protobuf and as YAML. TestDial_AcceptsLargestRealLists has what real machines need.
 var limits = map[resource.Type]int{
 	network.AddressStatusType:  5 << 20, // 10,000 of up to 512 bytes: kube-proxy in IPVS mode adds all Services' addresses
 	cluster.MemberType:         8 << 20, // 10,000 of up to 840 bytes

@@ -196,6 +196,10 @@ func (c *Cluster) addMachine(spec MachineSpec) (*Machine, error) {
 
 // bind listens on the machine's address. If the spec has none, it sets the next free address.
 func (c *Cluster) bind(spec *MachineSpec) (net.Listener, error) {
+	if spec.Listen != nil {
+		return spec.Listen(context.Background(), apidOf(spec.Address))
+	}
+
 	if spec.Address.IsValid() {
 		return listenAPI(spec.Address)
 	}
@@ -221,8 +225,10 @@ func listenAPI(addr netip.Addr) (net.Listener, error) {
 	var config net.ListenConfig
 	config.SetMultipathTCP(false) // its sockets have no filters
 
-	return config.Listen(context.Background(), "tcp", netip.AddrPortFrom(addr, constants.ApidPort).String())
+	return config.Listen(context.Background(), "tcp", apidOf(addr))
 }
+
+func apidOf(addr netip.Addr) string { return netip.AddrPortFrom(addr, constants.ApidPort).String() }
 
 func (c *Cluster) bootMachine(m *Machine, spec MachineSpec) error {
 	for _, res := range c.seed(spec) {

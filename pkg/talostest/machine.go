@@ -3,6 +3,7 @@ package talostest
 import (
 	"context"
 	"fmt"
+	"net"
 	"net/netip"
 	"path/filepath"
 	"slices"
@@ -30,6 +31,8 @@ type MachineSpec struct {
 	Type machine.Type
 	// Address is the listen address of apid, on port 50000; by default the next address of the cluster's block.
 	Address netip.Addr
+	// Listen listens on a TCP address, such as in a network namespace; by default on the host.
+	Listen func(ctx context.Context, address string) (net.Listener, error)
 	// NodeIPs are the node IPs of the kubelet; by default only Address.
 	NodeIPs []netip.Addr
 	// Addresses are additional addresses of the machine.

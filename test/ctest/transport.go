@@ -9,6 +9,12 @@ import (
 	"k8s.io/client-go/rest"
 )
 
+// RoundTripper implements http.RoundTripper with a function.
+type RoundTripper func(*http.Request) (*http.Response, error)
+
+// RoundTrip implements http.RoundTripper.
+func (f RoundTripper) RoundTrip(r *http.Request) (*http.Response, error) { return f(r) }
+
 // Transport is the connection of a controller to the API server. It counts write requests for Nodes, including those that
 // change nothing, and can call a function before a request for a Node.
 type Transport struct {

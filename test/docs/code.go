@@ -30,7 +30,7 @@ import (
 )
 
 // programs are the programs that pages use.
-var programs = strings.Fields("base64 cosign crane curl docker echo gh go grep helm jq kubectl make mkdir openssl sha256sum talosctl tar yq")
+var programs = strings.Fields("base64 cosign crane curl docker echo gh go grep helm jq kubectl make mkdir openssl sha256sum talosctl tar xargs yq")
 
 // script checks commands.
 func (c *Checker) script(at position, text string) {

@@ -20,9 +20,9 @@ import (
 
 // theirs are names of other programs.
 var theirs = slices.Concat(
-	[]string{"--arch", "--system-extension-image"},                        // imager's
+	[]string{"--arch", "--extra-kernel-arg", "--system-extension-image"},  // imager's
 	[]string{"--cloud-provider", "--use-service-account-credentials"},     // the upstream Talos CCM's
-	[]string{"--config-patch", "--drain", "--drain-timeout"},              // talosctl's
+	[]string{"--config-patch", "--config-patch-control-plane"},            // talosctl's
 	[]string{"--cluster-signing-duration"},                                // kube-controller-manager's
 	[]string{"--image-factory-address", "--primary-factory-url"},          // Omni's
 	[]string{"--kubelet-insecure-tls"},                                    // metrics-server's

@@ -35,12 +35,30 @@ var threats = map[string][]threat{
 			"TestDesired_OmitsSharedAddresses TestController_OmitsNamesWhileShared",
 		},
 		{
+			"have an address listed, certified or published by forging what the template of a [rule](../reference/rules.md#addresses) reads",
+			"TestRuleAddresses_AreInTheCIDRsOfTheRule TestRuleAddresses_ArePublishedWithinExternalCIDRs",
+		},
+		{"the same, for many addresses, to keep them from other Nodes", "TestClaims_ReserveRuleAddresses"},
+		{
+			"the same, with an address that a rule set for another Node or that is in its record, also while its machine is down or after a change of leader",
+			"TestRuleAddresses_BelongToOneNode TestClaims_OfRuleAddresses TestPolicyFor_AllowsNamesAndAddressesThatTheNodeHas",
+		},
+		{"free such an address by responding for the other Node", "TestRuleAddresses_AreNotFreedByAnotherMachine"},
+		{
+			"become an owner of the label that records such an address, to keep the address after the rule has changed",
+			"TestMakePlan_RemovesRecordsThatKubeletOwnsToo TestRuleAddresses_OfNodeControllerAlone",
+		},
+		{
 			"change a new machine's providerID by reporting its SMBIOS UUID",
 			"TestController_IgnoresUUIDThatInitializedNodeDoesNotHave TestController_IgnoresUUIDOfNodeThatWasNotInitializedWithIt",
 		},
 		{
 			"get the name of a Service, such as `vault.vault`, or the address of a Service or pod",
 			"TestController_DeniesNamesOfServices TestPools_BelongToNoKubelet",
+		},
+		{
+			"set labels of its Node that its kubelet may not, by reporting tags for [`labelsFromTags`](../reference/rules.md#labels-from-tags)",
+			"TestController_FollowsTagsWithinPrefix TestApply_SetsLabelsFromTags TestApply_BoundsLabelsFromTags",
 		},
 		{"evade checks by letter case, wildcards, look-alikes or malformed data", "TestReview_ApprovesNoHostileRequest"},
 		{"receive the cluster's traffic to a foreign address, which Services publish as its ExternalIP", "TestDecide_Addresses"},
@@ -99,17 +117,15 @@ var threats = map[string][]threat{
 			"get the certificate of a control-plane machine (default: `enforce`)",
 			"TestPolicyFor_EnforcesCredentialsOfControlPlaneByDefault TestServingCertificates_AreNotIssuedToBootstrapToken",
 		},
-		{"get the certificate of an enforced Node with a machine of its own to which it moves the Node", "TestPinning_KeepsRecordDespiteImpostor"},
-		{"get the certificate of an enforced Node after the Node was deleted and has registered again", "TestPinning_RecordOutlivesNode"},
+		{
+			"get the certificate of an enforced Node after the Node was deleted and has registered again",
+			"TestPinning_RecordOutlivesNode TestLeader_KeepsCertificateOfMachineAfterDeletion TestStatement_OutlastsNode",
+		},
 		{
 			"get the certificate of an enforced Node faster than a wiped or reinstalled machine's kubelet",
 			"TestPinning_AcceptsReinstalledMachine TestReview_RecordsForControlPlaneWhatItsMachineStated",
 		},
 		{"get the certificate of any Node after the token was deleted", "TestPinning_DeletedBootstrapTokenIsOfNoUse"},
-		{
-			"control-plane machine with the extension: get its certificate with a machine that takes its address for some seconds (ARP spoofing)",
-			"TestStatement_OutlastsMachineAtItsAddress",
-		},
 		{
 			"control-plane Node without a record when talos-ccm is installed: get its certificate with a client certificate older than an hour",
 			"TestStatement_CertificateOfUnknownOriginIsNotRecorded",
@@ -123,10 +139,6 @@ var threats = map[string][]threat{
 		{"the same, with root on a worker that answers for each of them once", "TestReflector_ConnectsWhileManyMachinesStall"},
 		{"delay certificates after a change of leader with a machine that stalls", "TestController_NewLeaderApprovesRecordedAddresses"},
 		{
-			"after a change of leader, get an address that another machine reports too, while that machine does not answer",
-			"TestController_NewLeaderApprovesRecordedAddresses",
-		},
-		{
 			"keep a new machine's Node uninitialized, or change its providerID, with a Node that has the providerID",
 			"TestController_IgnoresProviderIDThatKubeletRegistered",
 		},
@@ -134,10 +146,23 @@ var threats = map[string][]threat{
 		{"stop the deletion of Nodes with more Nodes than there are machines", "TestController_Histories"},
 		{"the same, to keep `TalosReady` from becoming Unknown", "TestConditions_MostMachinesRespondUnlessMoreThanHalfAreUnreachable"},
 		{
+			"keep an address of a [rule](../reference/rules.md#addresses) from its Node, with a Node that lists it",
+			"TestRuleAddresses_OfNodeControllerAlone TestClaims_ReserveRuleAddresses",
+		},
+		{"have an operator accept its certificate", "TestPinning_Warns"},
+		{"get the certificate of an enforced Node with a machine of its own to which it moves the Node", "TestPinning_KeepsRecordDespiteImpostor"},
+		{
+			"control-plane machine with the extension: get its certificate with a machine that takes its address for some seconds (ARP spoofing)",
+			"TestStatement_OutlastsMachineAtItsAddress TestTakeover_OfControlPlaneAddressGainsNoCertificate",
+		},
+		{
+			"after a change of leader, get an address that another machine reports too, while that machine does not answer",
+			"TestController_NewLeaderApprovesRecordedAddresses",
+		},
+		{
 			"get the address of a machine that is down, whose Node it empties or has another machine answer for, also after a change of leader",
 			"TestController_KeepsRecordedAddressesOfMachineThatIsDown TestClaims_OfRecordedAddresses",
 		},
-		{"have an operator accept its certificate", "TestPinning_Warns"},
 	},
 	"Others": {
 		{"user of one namespace: delay the addresses of all Services with many ports or long node selectors", "TestDecide_LimitsPortsAndSelectors"},

@@ -15,7 +15,7 @@ var logged = regexp.MustCompile(`(?:logger|klog\.FromContext\(ctx\)|klog\.Backgr
 // normal are messages of normal operation, which need no action.
 var normal = []string{
 	"Allocating pod CIDRs", "API server endpoint or CA changed; recreating clients", "Applied configuration", "Approved CSR",
-	"Assigned pod CIDRs", "Configuration uses other facts; reading machines again", "Deleted node", "Initialized node",
+	"Assigned pod CIDRs", "Configuration needs further facts; starting controllers again", "Deleted node", "Initialized node",
 	"Local machine is a control-plane machine; starting", "Local machine is not an active control-plane machine; idling",
 	"Recorded client certificate of kubelet", "Recorded machine",
 	"Started controller", "Starting talos-ccm", "Stated client certificate of kubelet", "Updated lifecycle taints",

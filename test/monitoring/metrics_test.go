@@ -116,7 +116,7 @@ func TestMetrics_CountersOfKnownLabelsStartAtZero(t *testing.T) {
 		}
 	}
 
-	for _, name := range []string{"talosccm_lifecycle_deletions_total", "talosccm_transformer_errors_total", "talosccm_csr_approval_count", "talosccm_node_syncs_total"} {
+	for _, name := range []string{"talosccm_lifecycle_deletions_total", "talosccm_transformer_errors_total", "talosccm_csr_approval_count"} {
 		assert.Greater(t, names[name], 1, name)
 	}
 
@@ -209,7 +209,6 @@ func (b *bed) happen() {
 
 	b.see(parseFamilies(`
 talosccm_machines gauge condition=Current|Mismatch|Unreachable
-talosccm_node_syncs_total counter result=changed|pending
 talosccm_csr_verdicts_total counter decision=Approve|Defer|Deny reason=NotOwned|OwnedByOtherMachine
 talosccm_ipam_affected_nodes gauge reason=PodCIDROverlap|PodCIDRPoolExhausted
 `))
@@ -226,7 +225,6 @@ talosccm_lifecycle_deletions_total counter proof=reset
 	require.NoError(b, worker.UpdatePlatform(b.Context(), func(spec *runtime.PlatformMetadataSpec) { spec.Zone, spec.InstanceType = "other", "other" }))
 
 	b.see(parseFamilies(`
-talosccm_node_syncs_total counter result=error
 talosccm_reconcile_errors_total counter controller=cloud-node
 `))
 }

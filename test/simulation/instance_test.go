@@ -96,7 +96,8 @@ func (s *simulation) nodeControllers(i *instance) []func(context.Context) {
 
 	nodeController, err := node.New(node.Config{
 		Client: ofNode.kubernetes, Nodes: i.informer.nodes(ofNode), Inventory: i.inventory, Recorder: &record.FakeRecorder{}, Clock: clock.RealClock{},
-		Options: func() nodespec.Options { return s.options() }, IsRecorded: func(*corev1.Node) bool { return true }, Workers: s.workers,
+		Options: func() nodespec.Options { return s.options() }, HasNodes: func() bool { return true },
+		IsRecorded: func(*corev1.Node) bool { return true }, Workers: s.workers,
 	})
 	require.NoError(s.t, err)
 

@@ -107,7 +107,8 @@ func TestLifecycle_RandomHistories(t *testing.T) {
 func (c *cluster) controllers(i *instance) []func(context.Context) {
 	nodeController, err := node.New(node.Config{
 		Client: newClient(i, node.Alias).kubernetes, Nodes: i.informer.nodes(nil), Inventory: i.inventory, Recorder: &record.FakeRecorder{}, Clock: jumpingClock{cluster: c},
-		Options: func() nodespec.Options { return c.options() }, IsRecorded: func(*corev1.Node) bool { return true }, Workers: 1,
+		Options: func() nodespec.Options { return c.options() }, HasNodes: func() bool { return true },
+		IsRecorded: func(*corev1.Node) bool { return true }, Workers: 1,
 	})
 	require.NoError(c.t, err)
 

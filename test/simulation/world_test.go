@@ -42,7 +42,7 @@ func (s *simulation) configure() {
 	set, errs := rules.Compile([]rules.Rule{
 		{Name: "zone", Labels: map[string]string{labelZone: "{{ .Zone }}"}},
 		{Name: "gpu", NodeSelector: isGPU, Taints: map[string]string{taintGPU: "NoSchedule"}, Enforce: true},
-	}, nil)
+	}, nil, nil)
 	require.NoError(s.t, errs.ToAggregate())
 
 	selector, errs := rules.CompileSelector(isManaged, nil)

@@ -67,11 +67,12 @@ func TestMetrics_CountVerdicts(t *testing.T) {
 }
 
 // A real kubelet obtains its client certificate with the bootstrap token and rotates it: kube-controller-manager
-// backdates certificates by five minutes, so that 70 to 90 % of the lifetime have passed within one and a half minutes.
+// backdates certificates by five minutes, so that 70 to 90 % of the lifetime have passed after 15 to 105 s. Not earlier:
+// until the kubelet has closed its connections, it would request the next certificate with the previous one.
 // The test then removes all traces of the rotation, and finally wipes EPHEMERAL. It comes before the rest, so that its
 // kubelet waits for the rotation while other tests run.
 func TestPinning_KubeletKeepsItsCertificates(t *testing.T) {
-	cluster, err := kube.Start(context.WithoutCancel(t.Context()), kube.Options{ControllerManager: kube.ControllerManager{Flags: []string{"--cluster-signing-duration=132s"}}})
+	cluster, err := kube.Start(context.WithoutCancel(t.Context()), kube.Options{ControllerManager: kube.ControllerManager{Flags: []string{"--cluster-signing-duration=150s"}}})
 	require.NoError(t, err)
 	t.Cleanup(func() { require.NoError(t, cluster.Stop()) })
 

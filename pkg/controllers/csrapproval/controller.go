@@ -13,7 +13,7 @@
 // kubelet, or whose Node does not run Talos or is not managed, and it never issues a certificate:
 // kube-controller-manager does.
 //
-// Names and addresses keep their owner while a Node is deleted: the controller and the inventory write to claims.Claims.
+// Names and addresses keep their owner while a Node is deleted: claims.Claims has the Nodes and their machines.
 //
 // Labels of the Node record which client certificate its kubelet has, since the API server forgets requests within about
 // an hour. One watch covers the requests of both signers, so that a client certificate is known before the requests
@@ -43,7 +43,6 @@ import (
 	"k8s.io/client-go/kubernetes"
 	"k8s.io/client-go/tools/cache"
 	"k8s.io/client-go/tools/record"
-	"k8s.io/client-go/util/workqueue"
 	"k8s.io/klog/v2"
 	"k8s.io/utils/clock"
 
@@ -67,12 +66,10 @@ const (
 	// syncTimeout bounds all API calls of one sync.
 	syncTimeout = 30 * time.Second
 
-	// Bounds of the backoff after which a pending request is reviewed even if nothing has changed.
-	retryFirst = 10 * time.Second
-	retryMax   = 5 * time.Minute
-
-	// ownedRetry replaces that backoff while a different Node owns a requested name or address.
-	ownedRetry = 10 * time.Second
+	// Bounds of the time after which a pending request is reviewed even if nothing has changed. It grows with the age of the
+	// request, unless a different Node owns a requested name or address.
+	retryMin = 10 * time.Second
+	retryMax = 5 * time.Minute
 
 	// All machines of a large cluster have responded or failed to respond within warmUpTimeout, and those that do not stall
 	// within recordedTimeout.
@@ -98,6 +95,8 @@ type Config struct {
 	Identity  Identity
 	Recorder  record.EventRecorder
 	Clock     clock.Clock
+	// HasNodes reports whether the inventory has the claims of all Nodes that existed at the start.
+	HasNodes func() bool
 	// Managed reports whether a Node that runs Talos is managed. Call Resync if its result changes for other
 	// reasons than its arguments.
 	Managed func(node *corev1.Node, m machine.Machine) bool
@@ -111,11 +110,8 @@ type Config struct {
 type Controller struct {
 	cfg      Config
 	requests cache.SharedIndexInformer
-	// hasNodes reports whether the claims of all Nodes that existed at the start are set.
-	hasNodes cache.InformerSynced
 	reporter *events.Reporter
 	queue    queue.Queue
-	backoff  workqueue.TypedRateLimiter[string]
 
 	started time.Time   // of Run, after the caches have synced
 	warm    atomic.Bool // all machines have responded or failed to respond
@@ -134,7 +130,6 @@ func New(cfg Config) (*Controller, error) {
 		pending:  sets.New[string](),
 		reporter: events.New(cfg.Recorder),
 		queue:    queue.New(Alias),
-		backoff:  workqueue.NewTypedItemExponentialFailureRateLimiter[string](retryFirst, retryMax),
 	}
 
 	if err := c.requests.SetTransform(compact); err != nil {
@@ -155,8 +150,7 @@ func New(cfg Config) (*Controller, error) {
 		return nil, fmt.Errorf("watch certificate signing requests: %w", err)
 	}
 
-	c.hasNodes, err = nodes.Watch(cfg.Nodes, c.nodeChanged)
-	if err != nil {
+	if _, err := nodes.Watch(cfg.Nodes, func(before, after *corev1.Node) { c.requeueFor(cmp.Or(after, before).Name) }); err != nil {
 		return nil, err
 	}
 
@@ -164,17 +158,6 @@ func New(cfg Config) (*Controller, error) {
 	c.cfg.Identity.Subscribe(c.Resync)
 
 	return c, nil
-}
-
-// nodeChanged is the event handler of Nodes; see nodes.Watch.
-func (c *Controller) nodeChanged(before, after *corev1.Node) {
-	if after == nil {
-		c.cfg.Inventory.Claims.DeleteNode(before)
-	} else {
-		c.cfg.Inventory.Claims.SetNode(after)
-	}
-
-	c.requeueFor(cmp.Or(after, before).Name)
 }
 
 // pendingFor is the index function of indexPending. It returns no name if the request is decided, or was not made by a
@@ -218,7 +201,7 @@ func (c *Controller) Run(ctx context.Context) {
 
 	group.StartWithContext(ctx, c.requests.RunWithContext)
 
-	if !cache.WaitForNamedCacheSyncWithContext(ctx, c.requests.HasSynced, c.hasNodes) {
+	if !cache.WaitForNamedCacheSyncWithContext(ctx, c.requests.HasSynced, c.cfg.HasNodes) {
 		return
 	}
 
@@ -310,9 +293,9 @@ func (c *Controller) sync(ctx context.Context, name string) (again time.Duration
 
 		c.forget(name)
 	case csrpolicy.Pending:
-		again = c.backoff.When(name)
+		again = min(max(c.cfg.Clock.Since(csr.CreationTimestamp.Time), retryMin), retryMax)
 		if len(r.evidence.Owners) > 0 {
-			again = ownedRetry
+			again = retryMin
 		}
 
 		c.reportPending(ctx, csr, r)
@@ -416,7 +399,6 @@ func (c *Controller) decide(ctx context.Context, csr *certificatesv1.Certificate
 func (c *Controller) forget(name string) {
 	c.updatePending(c.pending.Delete, name)
 	c.reporter.Forget(name)
-	c.backoff.Forget(name)
 }
 
 // updatePending inserts a name into pending, or deletes it.

@@ -16,9 +16,9 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
 )
 
-// PolicyFor returns what the configuration allows a machine: the names that rules assign to it, which its kubelet
-// requests because the Node lists them, and the names and addresses of csrApproval.allowedSANs. The input is that of
-// the Node controller.
+// PolicyFor returns what the configuration allows a machine: the names and addresses that rules assign to it, which its
+// kubelet requests because the Node lists them, and the names and addresses of csrApproval.allowedSANs. The input is that
+// of the Node controller, which records the addresses that the Node has because of rules.
 func PolicyFor(current *config.Compiled, node *corev1.Node, in nodespec.Input) csrpolicy.Policy {
 	policy := csrpolicy.Policy{MaxExpiration: current.MaxExpiration, EnforceCredential: current.CredentialPinning == "enforce"}
 	if current.CredentialPinning == "" {
@@ -29,13 +29,17 @@ func PolicyFor(current *config.Compiled, node *corev1.Node, in nodespec.Input) c
 		return policy // a machine can report any role, and selectors may match it
 	}
 
-	names := &policy.ExtraNames
+	names, ips := &policy.ExtraNames, &policy.ExtraIPs
 
 	spec, _, pending := nodespec.Desired(in)
 	if pending != "" {
-		names = &policy.PendingNames
+		names, ips = &policy.PendingNames, &policy.PendingIPs
 		spec, _ = nodespec.FromMetadata(in)
 	}
+
+	recorded, others := ruleAddresses(node, spec)
+	policy.PendingIPs = others
+	*ips = append(*ips, recorded...)
 
 	platform := spec.Transformed.Platform
 	for field, name := range map[string]string{"InternalDNS": platform.InternalDNS, "ExternalDNS": platform.ExternalDNS} {
@@ -54,6 +58,22 @@ func PolicyFor(current *config.Compiled, node *corev1.Node, in nodespec.Input) c
 	}
 
 	return policy
+}
+
+// ruleAddresses returns the addresses that rules set: those that a label of the Node records, so that no other Node has them,
+// and the others. The rules may have changed since the label was written.
+func ruleAddresses(node *corev1.Node, spec nodespec.Spec) (recorded, others []netip.Addr) {
+	all := noderecord.RuleAddresses(node)
+
+	for _, a := range spec.Transformed.Addresses {
+		if slices.Contains(all, a.IP) {
+			recorded = append(recorded, a.IP)
+		} else {
+			others = append(others, a.IP)
+		}
+	}
+
+	return recorded, others
 }
 
 // reviewFor reviews a request of the kubelet on a Node, which is nil if it does not exist.
@@ -79,9 +99,13 @@ func (c *Controller) reviewFor(request *csrpolicy.Request, nodename string, node
 		evidence.Policy = c.cfg.Policy(node, entry.Machine)
 		evidence.Credentials = c.credentials(node)
 
-		kept := noderecord.Kept(c.cfg.Inventory.Claims.Deleted(node), node)
-		if evidence.Credentials.Record.Credential == "" && kept != (noderecord.Record{}) {
-			evidence.Credentials.Record = kept
+		kept, recorded := noderecord.Kept(c.cfg.Inventory.Claims.Deleted(node), node), &evidence.Credentials.Record
+
+		switch {
+		case recorded.Credential == "" && kept != (noderecord.Record{}):
+			*recorded = kept
+		case recorded.Stated == "" && recorded.Has(kept.Stated):
+			recorded.Stated = kept.Stated // the leader has written the rest of the record
 		}
 	}
 
@@ -117,20 +141,16 @@ func (c *Controller) ownersOf(subject string, by claims.Requester, policies map[
 }
 
 // assigns reports whether the configuration assigns a name or an address to a Node, or may have done so: the inventory
-// may have forgotten the machine, of which that can depend. A machine that does not respond keeps its recorded addresses.
+// may have forgotten the machine, of which that can depend.
 func (c *Controller) assigns(node *corev1.Node, subject string, policies map[string]csrpolicy.Policy) bool {
-	entry := c.cfg.Inventory.Get(node.Name)
-	if entry.Condition != inventory.Current && slices.Contains(claims.RecordedFor(node), subject) {
-		return true
-	}
-
 	policy, evaluated := policies[node.Name]
 	if !evaluated {
-		if entry.Last.Nodename == "" {
+		last := c.cfg.Inventory.Get(node.Name).Last
+		if last.Nodename == "" {
 			return true
 		}
 
-		policy = c.cfg.Policy(node, entry.Last)
+		policy = c.cfg.Policy(node, last)
 		policies[node.Name] = policy
 	}
 

@@ -34,6 +34,7 @@ import (
 	nodecontroller "github.com/talos-ccm/talos-ccm/pkg/controllers/node"
 	"github.com/talos-ccm/talos-ccm/pkg/controlplane"
 	"github.com/talos-ccm/talos-ccm/pkg/csrpolicy"
+	"github.com/talos-ccm/talos-ccm/pkg/internal/nodes"
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
 	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
@@ -280,10 +281,11 @@ func (e *environment) start(clk clock.WithTicker) (*instance, error) {
 		followed = i.Reflector.FollowNodes(i.Nodes)
 	}
 
-	records, unwatched := recorder.NewLeader(i.Client, i.Nodes, i.Inventory, i.Recorder, clk)
+	hasNodes, unclaimed := nodes.Watch(i.Nodes, i.Inventory.Claims.NodeChanged)
+	records, unwatched := recorder.NewLeader(i.Client, i.Nodes, i.Inventory, i.Recorder, clk, func() string { return "" })
 	i.controller, failed = csrapproval.New(csrapproval.Config{
 		Client: i.Client, Nodes: i.Nodes, Inventory: i.Inventory, Identity: i.controlPlane.Identity(), Recorder: i.Recorder, Clock: clk,
-		Policy: i.policy, Workers: 10,
+		Policy: i.policy, Workers: 10, HasNodes: hasNodes,
 		Managed: func(node *corev1.Node, _ machine.Machine) bool {
 			_, unmanaged := i.unmanaged.Load(node.Name)
 
@@ -292,14 +294,14 @@ func (e *environment) start(clk clock.WithTicker) (*instance, error) {
 	})
 	initializer, err := nodecontroller.New(nodecontroller.Config{
 		Client: i.Client, Nodes: i.Nodes, Inventory: i.Inventory, Recorder: i.Recorder, Clock: clock.RealClock{},
-		Options: func() nodespec.Options { return nodespec.Options{} }, IsRecorded: records.IsRecorded, Workers: 10,
+		Options: func() nodespec.Options { return nodespec.Options{} }, IsRecorded: records.IsRecorded, Workers: 10, HasNodes: hasNodes,
 	})
 
 	if e.followLast {
 		followed = i.Reflector.FollowNodes(i.Nodes)
 	}
 
-	if err := errors.Join(followed, unwatched, failed, err); err != nil {
+	if err := errors.Join(followed, unclaimed, unwatched, failed, err); err != nil {
 		return nil, err
 	}
 

@@ -29,7 +29,7 @@ func newOwnersController(policy func() csrpolicy.Policy, listed ...string) *Cont
 		requests: cache.NewSharedIndexInformer(nil, &certificatesv1.CertificateSigningRequest{}, 0, cache.Indexers{}),
 	}
 	c.cfg.Inventory.Replace("other", machine.Machine{Nodename: "other", Endpoint: netip.MustParseAddr("10.0.0.9")})
-	c.nodeChanged(nil, node("other", listed...))
+	c.cfg.Inventory.Claims.SetNode(node("other", listed...))
 
 	return c
 }
@@ -95,8 +95,8 @@ func TestController_CountsListedValueIfMachineWasForgotten(t *testing.T) {
 	assert.True(t, c.assigns(contradicted[0], "10.0.0.1", map[string]csrpolicy.Policy{}))
 }
 
-// The recorded machine reported another address before it went silent.
-func TestController_CountsRecordedAddressUnlessMachineResponds(t *testing.T) {
+// The recorded machine reports another address, and its record has not followed yet.
+func TestController_CountsRecordedAddressOfMachineElsewhere(t *testing.T) {
 	c := newOwnersController(func() csrpolicy.Policy { return csrpolicy.Policy{} })
 	m := machine.Machine{Nodename: "other", EphemeralID: "volume", Endpoint: netip.MustParseAddr("10.0.0.9")}
 	recorded := node("other")
@@ -108,13 +108,13 @@ func TestController_CountsRecordedAddressUnlessMachineResponds(t *testing.T) {
 		}
 	}
 
-	c.nodeChanged(nil, recorded)
+	c.cfg.Inventory.Claims.SetNode(recorded)
 
 	owners := func() map[string]time.Time { return c.ownersOf("10.0.0.1", requesting, map[string]csrpolicy.Policy{}) }
 	assert.Contains(t, owners(), "other")
 
 	c.cfg.Inventory.Replace("other", m)
-	assert.Empty(t, owners())
+	assert.Contains(t, owners(), "other")
 
 	c.cfg.Inventory.MarkUnreachable("other", "gone")
 	assert.Contains(t, owners(), "other")
@@ -126,12 +126,12 @@ func TestController_KeepsClaimsOfDeletedNode(t *testing.T) {
 	old.UID, recreated.UID = "old", "new"
 	owners := func() map[string]time.Time { return c.ownersOf("10.0.0.1", requesting, map[string]csrpolicy.Policy{}) }
 
-	c.nodeChanged(nil, old)
-	c.nodeChanged(old, old.DeepCopy())
+	c.cfg.Inventory.Claims.SetNode(old)
+	c.cfg.Inventory.Claims.SetNode(old.DeepCopy())
 	assert.Empty(t, owners())
 
 	before := time.Now()
-	c.nodeChanged(old, nil)
-	c.nodeChanged(nil, recreated)
+	c.cfg.Inventory.Claims.DeleteNode(old)
+	c.cfg.Inventory.Claims.SetNode(recreated)
 	assert.WithinRange(t, owners()["other"], before.Add(claims.Retention), time.Now().Add(claims.Retention))
 }

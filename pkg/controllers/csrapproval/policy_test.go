@@ -16,6 +16,7 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/controllers/csrapproval"
 	"github.com/talos-ccm/talos-ccm/pkg/csrpolicy"
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
+	"github.com/talos-ccm/talos-ccm/pkg/noderecord"
 	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
 )
 
@@ -70,11 +71,13 @@ func TestPolicyFor_EnforcesCredentialsOfControlPlaneByDefault(t *testing.T) {
 }
 
 // Rules read the providerID that the Node would have without them.
-func TestPolicyFor_AllowsNamesThatTheNodeLists(t *testing.T) {
+func TestPolicyFor_AllowsNamesAndAddressesThatTheNodeHas(t *testing.T) {
 	compiled, err := config.Parse("test", []byte(`
 transformations:
   - platformMetadata:
       ExternalDNS: '{{ last (splitList "/" .ProviderID) }}.example'
+    addresses: {ExternalIP: '198.51.100.5', InternalIP: '10.8.0.{{ trimPrefix "vm-" .InstanceID }}'}
+    addressCIDRs: [198.51.100.0/24, 10.8.0.0/24]
 `))
 	require.NoError(t, err)
 
@@ -88,12 +91,20 @@ transformations:
 	spec, _, _ := nodespec.Desired(in)
 	assert.Contains(t, spec.Addresses, corev1.NodeAddress{Type: corev1.NodeExternalDNS, Address: "vm-200.example"})
 
+	// Another Node may have the other address, and that of an earlier rule.
+	external, internal := netip.MustParseAddr("198.51.100.5"), netip.MustParseAddr("10.8.0.200")
+	node.Labels = map[string]string{noderecord.RuleAddressLabel(external): "ExternalIP", noderecord.RuleAddressLabel(nodeIP.Next()): "InternalIP"}
+
 	policy := csrapproval.PolicyFor(compiled, node, in)
 	assert.Equal(t, []string{"vm-200.example"}, policy.ExtraNames)
+	assert.Equal(t, []netip.Addr{external}, policy.ExtraIPs)
+	assert.Equal(t, []netip.Addr{internal}, policy.PendingIPs)
 
 	// Other machines cannot take the names of the machine while Talos has not confirmed its metadata.
 	in.Machine.PlatformFromCache = true
 	policy = csrapproval.PolicyFor(compiled, node, in)
 	assert.Empty(t, policy.ExtraNames)
+	assert.Empty(t, policy.ExtraIPs)
 	assert.Equal(t, []string{"vm-200.example"}, policy.PendingNames)
+	assert.ElementsMatch(t, []netip.Addr{external, internal}, policy.PendingIPs)
 }

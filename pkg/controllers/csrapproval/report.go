@@ -18,13 +18,12 @@ const (
 	// ReasonApproved (Normal): the CSR was approved.
 	ReasonApproved = "CSRApproved"
 	// ReasonDeferred: the CSR stays pending.
-	// Fix: as its code says, see docs/reference/csr-approval.md#pending-csrs.
+	// Fix: docs/reference/csr-approval.md#pending-csrs.
 	ReasonDeferred = "CSRDeferred"
 	// ReasonDenied: the CSR was denied.
-	// Fix: as its code says, see docs/reference/csr-approval.md#denied-csrs.
+	// Fix: docs/reference/csr-approval.md#denied-csrs.
 	ReasonDenied = "CSRDenied"
-	// ReasonUnexpectedCredential: another client certificate than the recorded one was used
-	// (docs/reference/csr-approval.md#credential-pinning).
+	// ReasonUnexpectedCredential: another client certificate than the recorded one was used.
 	// Fix: docs/troubleshooting/certificates.md#unexpected-credential.
 	ReasonUnexpectedCredential = "UnexpectedCredential"
 )

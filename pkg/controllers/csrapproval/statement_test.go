@@ -71,7 +71,7 @@ func (s suite) state(w worker, credential *rest.Config) {
 	go func() {
 		defer close(ended)
 
-		(&recorder.Recorder{Client: s.main.Client, Socket: socket, Events: s.main.Recorder, Clock: clk}).Run(ctx)
+		(&recorder.Recorder{Client: s.main.Client, Socket: socket, Events: s.main.Recorder, Clock: clk, Config: func() string { return "" }}).Run(ctx)
 	}()
 
 	s.eventually("the instance waits after it has stated the certificate", func() bool {
@@ -163,6 +163,39 @@ func TestStatement_OutlastsMachineAtItsAddress(t *testing.T) {
 			s.assertUndecided(attack)
 		})
 	}
+}
+
+// The next Node of the machine has its record before the machine has stated its certificate again, within a minute.
+func TestStatement_OutlastsNode(t *testing.T) {
+	s := alone(t)
+	w := s.secondControlPlane()
+	s.main.allow(w.name, leaders["pod"])
+
+	kubelet := s.credential(w)
+	s.state(w, kubelet)
+	s.Remove(w.name)
+	s.register(w)
+	s.promote(w)
+	s.main.allow(w.name, leaders["pod"])
+
+	known := noderecord.Of(s.AwaitNode(w.name, func(n *corev1.Node, asrt *assert.Assertions) {
+		asrt.Equal(ctest.IDOf(kubelet), noderecord.Of(n).Credential)
+		asrt.Equal(w.addr, noderecord.Of(n).Address)
+	}))
+
+	// An attacker's machine responds at its address.
+	s.format(w, "attacker's")
+	s.awaitMachine(w.name, "by the attacker's volume", func(m machine.Machine) bool { return m.Endpoint == w.addr && m.EphemeralID == "attacker's" })
+
+	stolen, _ := s.obtain(s.bootstrapToken(), w)
+	attack := s.post(w, request{config: stolen})
+	s.assertUnexpected(attack)
+	s.AwaitEvent(attack, csrapproval.ReasonUnexpectedCredential, ctest.IDOf(kubelet)+", which the machine itself stated")
+	assert.Equal(t, known, noderecord.Of(s.Node(w.name)))
+
+	s.format(w, "volume of "+w.name)
+	s.awaitIssued(s.post(w, request{config: kubelet}))
+	s.assertUndecided(attack)
 }
 
 // The kubelet of a reinstalled machine obtains a certificate with the bootstrap token, as an attacker could.

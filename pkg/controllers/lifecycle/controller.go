@@ -83,11 +83,10 @@ const (
 	// Fix: delete the Node, or enable more proofs: docs/guides/node-lifecycle.md#delete-more-nodes.
 	ReasonSilent = "MachineSilent"
 	// ReasonMissing: with `lifecycle.discovery`: a machine has been discovered for 35 minutes, but has no Node.
-	// Fix: if the machine works, `talosctl service kubelet restart`; ignore it with `skipNodeRegistration`, or if discovery
-	// lists a machine that does not exist.
+	// Fix: `talosctl service kubelet restart`; ignore it with `skipNodeRegistration`, or if the machine does not exist.
 	ReasonMissing = "NodeMissing"
-	// ReasonGone: there is proof that the machine is gone; the grace period has begun.
-	// Fix: none, see docs/guides/node-lifecycle.md#what-happens-to-a-node.
+	// ReasonGone: the machine is gone; the grace period has begun.
+	// Fix: none, docs/guides/node-lifecycle.md#what-happens-to-a-node.
 	ReasonGone = "NodeGone"
 	// ReasonDeleting (Normal): the Node is deleted; names the proof.
 	ReasonDeleting = "DeletingNode"
@@ -97,9 +96,8 @@ const (
 	// ReasonDeletionLimited: delayed: a tenth of the Nodes was deleted in ten minutes.
 	// Fix: wait, or delete the Node as the message says.
 	ReasonDeletionLimited = "DeletionLimited"
-	// ReasonDeletionPaused: not deleted because of the docs/guides/node-lifecycle.md#limits.
-	// Fix: restore the connection to the machines (docs/troubleshooting/nodes.md#machine-unreachable), or delete the Node
-	// as the message says.
+	// ReasonDeletionPaused: not deleted: docs/guides/node-lifecycle.md#limits.
+	// Fix: docs/troubleshooting/nodes.md#machine-unreachable, or delete the Node as the message says.
 	ReasonDeletionPaused = "DeletionPaused"
 	// ReasonDeletionDisabled: the Node would be deleted without `lifecycle.dryRun`.
 	// Fix: remove `lifecycle.dryRun`, or delete the Node.

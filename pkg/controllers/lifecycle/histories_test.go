@@ -199,6 +199,7 @@ func histories() map[string]history {
 			require.NoError(w, w.machines["moved"].FormatVolume(w.Context(), constants.EphemeralPartitionLabel, last.EphemeralID))
 			w.rename("moved", "w-1")
 			w.await("w-1", inventory.Current)
+			ctest.Eventually(w, "the machine responds with its volume", func() bool { return w.entry("w-1").Machine.EphemeralID == last.EphemeralID })
 			w.record("w-1", w.entry("w-1").Last)
 			w.announceAs("moved", "w-1", runtime.MachineStageShuttingDown)
 			w.waitForIdle()
@@ -264,12 +265,16 @@ func histories() map[string]history {
 		}),
 		"clone of the disk": never(func(w *world) {
 			w.powerOff("w-1")
-			node := w.entry("w-1").Last
-			w.addMachine("clone")
-			require.NoError(w, w.machines["clone"].SetIdentity(w.Context(), node.NodeID, newUUID()))
-			w.register("clone", w.machines["clone"].Address())
-			w.await("clone", inventory.Current)
-			w.ready("clone")
+			w.joinClone(w.entry("w-1").Last.NodeID)
+			w.advance(time.Hour)
+		}),
+		"clone of the disk of a machine that was off when talos-ccm was installed": never(func(w *world) {
+			w.powerOff("w-1")
+			nodeID := w.entry("w-1").Last.NodeID
+			w.unrecord("w-1")
+			w.lead()
+			w.await("w-1", inventory.Unreachable)
+			w.joinClone(nodeID)
 			w.advance(time.Hour)
 		}),
 		"swap of two addresses": never(func(w *world) {
@@ -448,6 +453,16 @@ func (w *world) impersonate(name string) {
 	w.addMachine(name)
 	require.NoError(w, w.machines[name].SetIdentity(w.Context(), last.NodeID, last.UUID()))
 	w.address("w-1", w.machines[name].Address().String())
+}
+
+// joinClone adds a machine with the disk of another one on other hardware, and its Node.
+func (w *world) joinClone(nodeID string) {
+	w.Helper()
+	w.addMachine("clone")
+	require.NoError(w, w.machines["clone"].SetIdentity(w.Context(), nodeID, newUUID()))
+	w.register("clone", w.machines["clone"].Address())
+	w.await("clone", inventory.Current)
+	w.ready("clone")
 }
 
 // announceAs sets the stage of a machine that responds under a nodename, and powers it off.

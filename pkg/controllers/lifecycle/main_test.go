@@ -447,7 +447,13 @@ func (w *world) events(reason string) []string {
 
 func (w *world) awaitEvent(reason string) {
 	w.Helper()
-	ctest.Eventually(w, "Event "+reason, func() bool { return len(w.events(reason)) > 0 })
+	ctest.EventuallyNoError(w, func(context.Context) error {
+		if len(w.events(reason)) == 0 {
+			return fmt.Errorf("no Event %s at %s; Events: %v", reason, w.clock.Now(), w.events(""))
+		}
+
+		return nil
+	})
 }
 
 // awaitEventOn waits for an Event on a Node.

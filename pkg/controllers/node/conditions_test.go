@@ -61,7 +61,7 @@ func lead(s ctest.Suite) *leader {
 	require.NoError(s, err)
 
 	controller, err := node.New(node.Config{
-		Client: i.Client, Nodes: i.Nodes, Inventory: i.Inventory, Recorder: i.Recorder, Clock: l.clock, Workers: 10,
+		Client: i.Client, Nodes: i.Nodes, Inventory: i.Inventory, Recorder: i.Recorder, Clock: l.clock, Workers: 10, HasNodes: func() bool { return true },
 		Options: func() nodespec.Options { return nodespec.Options{OmitConditions: l.omit.Load()} }, IsRecorded: func(*corev1.Node) bool { return true },
 	})
 	require.NoError(s, err)

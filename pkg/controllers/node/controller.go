@@ -25,6 +25,7 @@
 package node
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"fmt"
@@ -64,17 +65,14 @@ const (
 	// ReasonIdentityMismatch: the machine at the Node's address has another nodename.
 	// Fix: docs/troubleshooting/nodes.md#identity-mismatch.
 	ReasonIdentityMismatch = "IdentityMismatch"
-	// ReasonOwnershipConflict: another client, such as Talos, set a label, annotation or taint to a different value, which
-	// stays, or replaced the addresses twice within an hour, which talos-ccm restores.
-	// Fix: choose one owner (docs/guides/coexistence.md#ownership-rules); to let the rule own the key, delete the key.
+	// ReasonOwnershipConflict: another client, such as Talos, set a label, annotation or taint to another value, which stays.
+	// Fix: choose one owner (docs/guides/coexistence.md#ownership-rules); to let the rule own it, delete the key.
 	ReasonOwnershipConflict = "OwnershipConflict"
-	// ReasonInvalidValue: a value of a rule or machine is skipped, the rule for a providerID fails, or the machine exceeds a
-	// limit.
+	// ReasonInvalidValue: a value is skipped, the rule for a providerID fails, or the machine exceeds a limit.
 	// Fix: docs/troubleshooting/nodes.md#skipped-values.
 	ReasonInvalidValue = "InvalidValue"
 	// ReasonTopologyChanged: the machine or a rule sets another region or zone; the Node keeps its own.
-	// Fix: correct the metadata or the rule, or accept the new value:
-	// docs/guides/labels-and-taints.md#change-a-region-or-zone.
+	// Fix: correct it, or docs/guides/labels-and-taints.md#change-a-region-or-zone.
 	ReasonTopologyChanged = "TopologyChanged"
 	// ReasonProviderIDInUse: another Node has this providerID: clones, a machine with a new name, or a kubelet registered it.
 	// Fix: docs/troubleshooting/nodes.md#providerid-in-use.
@@ -82,8 +80,8 @@ const (
 	// ReasonProviderIDMismatch: the providerID names another instance than the machine, or two machines have the hostname.
 	// Fix: docs/troubleshooting/nodes.md#providerid-of-another-instance.
 	ReasonProviderIDMismatch = "ProviderIDMismatch"
-	// ReasonRenamed: no providerID yet: the Node of the machine's earlier name has it.
-	// Fix: wait for the deletion of that Node, or delete it.
+	// ReasonRenamed: the Node of the machine's earlier name has the providerID.
+	// Fix: wait until that Node is deleted, or delete it.
 	ReasonRenamed = "NodeRenamed"
 )
 
@@ -102,7 +100,7 @@ const (
 	factsTimeout = time.Minute
 
 	// maxRequests is one more than a Node needs.
-	maxRequests = 5
+	maxRequests = 6
 )
 
 // Config configures a Controller. Every field is required.
@@ -112,6 +110,8 @@ type Config struct {
 	Inventory *inventory.Inventory
 	Recorder  record.EventRecorder
 	Clock     clock.Clock
+	// HasNodes reports whether the inventory has the claims of all Nodes that existed at the start.
+	HasNodes func() bool
 	// Options returns the cluster-wide settings in force. Call Resync after they have changed.
 	Options func() nodespec.Options
 	// IsRecorded reports whether the machine of a Node responds and its record needs no write. No Node is initialized before.
@@ -130,8 +130,6 @@ type Controller struct {
 	expectations *expectations.Expectations
 	pending      *pendingNodes
 	queue        queue.Queue
-
-	addressWriters addressWriters
 }
 
 // New returns a Controller that is subscribed to Nodes and machines. Call it before the informer is started.
@@ -149,20 +147,25 @@ func New(cfg Config) (*Controller, error) {
 		expectations: expectations.New(),
 		pending:      &pendingNodes{gauge: uninitialized, names: sets.New[string]()},
 		queue:        queue.New(Alias),
-
-		addressWriters: addressWriters{byNode: map[string]addressWriter{}},
 	}
-	c.providerIDs = newProviderIDs(c.indexer, c.planner.counts, func(providerID string) {
-		names, _ := c.indexer.IndexKeys(indexProviderID, providerID) // fails for an unknown index only
-		c.queueWaiting(names...)
-	})
+	c.providerIDs = newProviderIDs(c.indexer, c.planner.counts)
 
 	_, err := nodes.Watch(cfg.Nodes, func(before, after *corev1.Node) {
-		if after == nil {
-			c.queueWaiting(before.Name)
-		} else {
-			c.queue.Add(after.Name)
+		node := cmp.Or(after, before)
+		names := []string{node.Name}
+
+		// Nodes with the same providerID are synced when it changes. An attacker can register many of them, so other changes
+		// do not count.
+		if after == nil || before == nil || before.Spec.ProviderID != after.Spec.ProviderID {
+			sharing, _ := c.indexer.IndexKeys(indexProviderID, node.Spec.ProviderID) // fails for an unknown index only
+			names = append(names, sharing...)
 		}
+
+		if after == nil {
+			names = append(names, c.waiting()...)
+		}
+
+		c.queueAll(names)
 	})
 	if err != nil {
 		return nil, err
@@ -174,28 +177,23 @@ func New(cfg Config) (*Controller, error) {
 }
 
 // Resync queues every Node.
-func (c *Controller) Resync() {
-	for _, nodename := range c.indexer.ListKeys() {
+func (c *Controller) Resync() { c.queueAll(c.indexer.ListKeys()) }
+
+// queueAll queues Nodes, each once and in a defined order, so that tests can repeat it.
+func (c *Controller) queueAll(nodenames []string) {
+	for _, nodename := range slices.Compact(slices.Sorted(slices.Values(nodenames))) {
 		c.queue.Add(nodename)
 	}
 }
 
-// queueWaiting queues the given Nodes and those without a providerID, each once and in the order of their names: they may
-// be waiting for a providerID that has become free.
-func (c *Controller) queueWaiting(nodenames ...string) {
-	waiting := nodenames
+// waiting returns the Nodes without a providerID: they may be waiting for that of a deleted Node.
+func (c *Controller) waiting() []string {
+	return slices.DeleteFunc(c.indexer.ListKeys(), func(nodename string) bool {
+		obj, _, _ := c.indexer.GetByKey(nodename) // cannot fail
+		node, isNode := obj.(*corev1.Node)
 
-	for _, obj := range c.indexer.List() {
-		if node, isNode := obj.(*corev1.Node); isNode && node.Spec.ProviderID == "" {
-			waiting = append(waiting, node.Name)
-		}
-	}
-
-	slices.Sort(waiting)
-
-	for _, nodename := range slices.Compact(waiting) {
-		c.queue.Add(nodename)
-	}
+		return !isNode || node.Spec.ProviderID != ""
+	})
 }
 
 // Run processes the queue. It returns after ctx has ended and all workers have finished.
@@ -204,107 +202,63 @@ func (c *Controller) Run(ctx context.Context) {
 	// An instance that does not lead reports none.
 	defer c.pending.update(func(names sets.Set[string]) { names.Clear() })
 
-	if !cache.WaitForNamedCacheSyncWithContext(ctx, c.config.Nodes.Informer().HasSynced) {
+	if !cache.WaitForNamedCacheSyncWithContext(ctx, c.config.Nodes.Informer().HasSynced, c.config.HasNodes) {
 		return
 	}
 
 	queue.Reconciler{Queue: c.queue, Subject: "node", Failure: "Failed to update node; retrying", Sync: c.sync}.Run(ctx, c.config.Workers)
 }
 
-// Results of a sync, as label values of the metric.
-const (
-	resultUnchanged = "unchanged"
-	resultChanged   = "changed"
-	resultPending   = "pending"
-	resultConflict  = "conflict"
-	resultError     = "error"
-)
-
 func (c *Controller) sync(ctx context.Context, nodename string) (again time.Duration, err error) {
 	ctx, cancel := context.WithTimeout(ctx, syncTimeout)
 	defer cancel()
 
-	result := resultUnchanged
-
-	node, err := c.planner.nodes.Get(nodename)
-	if err == nil {
-		if node.Spec.ProviderID != "" {
-			c.providerIDs.release(nodename, node.Spec.ProviderID)
-		}
-
-		if c.expectations.Satisfied(node) {
-			result, again, err = c.syncNode(ctx, node)
-		}
-	}
-
-	switch {
-	case apierrors.IsNotFound(err):
-		err = nil
-
+	node, _ := c.planner.nodes.Get(nodename) // fails only if there is none
+	if node == nil {
 		c.reporter.Forget(nodename)
 		c.expectations.Forget(nodename)
-		c.addressWriters.forget(nodename)
 		c.pending.update(func(names sets.Set[string]) { names.Delete(nodename) })
-		c.providerIDs.release(nodename, "")
-	case apierrors.IsConflict(err):
-		result = resultConflict
-	case err != nil:
-		result = resultError
+		c.providerIDs.release(nodename)
+
+		return 0, nil
 	}
 
-	syncs.WithLabelValues(result).Inc()
+	if node.Spec.ProviderID != "" {
+		c.providerIDs.release(nodename)
+	}
 
-	return again, err
+	if !c.expectations.Satisfied(node) {
+		return 0, nil
+	}
+
+	return c.syncNode(ctx, node)
 }
 
 // syncNode sends the first request that the Node needs, and plans again with the Node that the API server returned. The
 // request that removes the uninitialized taint is thus sent only for a version that needs nothing else. It fails after
 // maxRequests: another client or an admission webhook reverts them.
-func (c *Controller) syncNode(ctx context.Context, node *corev1.Node) (result string, again time.Duration, err error) {
-	var (
-		p       plan
-		last    request
-		changes []string
-	)
-
+func (c *Controller) syncNode(ctx context.Context, node *corev1.Node) (again time.Duration, err error) {
 	for sent := 0; ; sent++ {
-		if p, again, err = c.prepare(node); err != nil {
-			return "", 0, err
+		p, again, err := c.prepare(node)
+		if err != nil {
+			return 0, err
 		}
 
 		requests := p.requests(node)
 		if len(requests) == 0 {
-			break
+			return again, nil
 		}
 
 		if sent == maxRequests {
-			return "", 0, fmt.Errorf("node %s needs further changes after %d requests: %s", node.Name, sent, strings.Join(changes, ", "))
+			return 0, fmt.Errorf("node %s needs further changes after %d requests: %s", node.Name, sent, strings.Join(requests[0].changes, ", "))
 		}
 
-		last = requests[0]
-		if node, err = c.send(ctx, node.Name, last); apierrors.IsNotFound(err) {
-			return resultUnchanged, 0, nil // the cache will show the deletion
+		if node, err = c.send(ctx, node, requests[0]); apierrors.IsNotFound(err) {
+			return 0, nil // the cache will show the deletion
 		} else if err != nil {
-			return "", 0, err
-		}
-
-		if changes = append(changes, last.changes...); len(requests) == 1 {
-			break
+			return 0, err
 		}
 	}
-
-	switch {
-	case last.initializes:
-		c.reportInitialized(ctx, node)
-	case len(changes) > 0:
-		klog.FromContext(ctx).Info("Updated node", "changes", changes)
-	case p.isPending:
-		return resultPending, again, nil
-	default:
-		return resultUnchanged, again, nil
-	}
-
-	return resultChanged, again, nil
 }
 
 // prepare returns the plan for a Node, and the time after which the plan may change. It reserves the providerID, and
@@ -323,19 +277,14 @@ func (c *Controller) prepare(node *corev1.Node) (p plan, again time.Duration, er
 		return plan{}, 0, err
 	}
 
-	problems := p.problems
-	if s.managed && !p.isPending {
-		problems = append(problems, c.addressWriters.observe(node, p.addresses, c.config.Clock.Now())...)
-	}
-
-	c.report(node, problems)
+	c.report(node, p.problems)
 
 	// A Node gets its first conditions with its addresses or, if no addresses must be written, after its initialization.
 	if !isUninitialized || p.addresses != nil || slices.ContainsFunc(node.Status.Conditions, isOwn) {
 		p.conditions, again = syncConditions(s, c.planner.mostRespond, c.config.Clock.Now())
 	}
 
-	if again == 0 && p.isPending {
+	if again == 0 && (p.isPending || s.awaitsOthers()) {
 		again = factsTimeout // nodespec may wait for facts until then
 	}
 
@@ -355,23 +304,38 @@ func (c *Controller) report(node *corev1.Node, problems []events.Problem) {
 	}
 }
 
-// send sends a request, and returns the new version of the Node.
-func (c *Controller) send(ctx context.Context, nodename string, r request) (*corev1.Node, error) {
+// send sends a request, reports it, and returns the new version of the Node.
+func (c *Controller) send(ctx context.Context, before *corev1.Node, r request) (*corev1.Node, error) {
 	changes := strings.Join(r.changes, ", ")
 
 	data, err := json.Marshal(r.body)
 	if err != nil {
-		return nil, fmt.Errorf("encode %s of node %s: %w", changes, nodename, err)
+		return nil, fmt.Errorf("encode %s of node %s: %w", changes, before.Name, err)
 	}
 
 	options := metav1.PatchOptions{FieldManager: FieldManager}
 
-	node, err := c.config.Client.CoreV1().Nodes().Patch(ctx, nodename, r.kind, data, options, r.subresource...)
+	node, err := c.config.Client.CoreV1().Nodes().Patch(ctx, before.Name, r.kind, data, options, r.subresource...)
 	if err != nil {
-		return nil, fmt.Errorf("patch %s of node %s: %w", changes, nodename, err)
+		return nil, fmt.Errorf("patch %s of node %s: %w", changes, before.Name, err)
+	}
+
+	if node.ResourceVersion == before.ResourceVersion {
+		return nil, fmt.Errorf("patch %s of node %s: accepted without effect; an admission webhook may revert it", changes, before.Name)
 	}
 
 	c.expectations.Expect(node)
+
+	switch {
+	case r.initializes:
+		c.reportInitialized(ctx, node)
+	case !nodespec.IsUninitialized(node):
+		klog.FromContext(ctx).Info("Updated node", "changes", r.changes)
+
+		if slices.Contains(r.changes, changeAddresses) {
+			addressUpdates.Inc()
+		}
+	}
 
 	return node, nil
 }

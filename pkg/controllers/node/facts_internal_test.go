@@ -21,7 +21,7 @@ import (
 
 func TestController_AwaitsFactsForAMinute(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		compiled, errs := rules.Compile([]rules.Rule{{PlatformMetadata: map[string]string{"ProviderID": "x:///{{ .CPUs }}1"}}}, nil)
+		compiled, errs := rules.Compile([]rules.Rule{{PlatformMetadata: map[string]string{"ProviderID": "x:///{{ .CPUs }}1"}}}, nil, nil)
 		require.Empty(t, errs)
 
 		n := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "n", CreationTimestamp: metav1.Now()}}
@@ -32,9 +32,8 @@ func TestController_AwaitsFactsForAMinute(t *testing.T) {
 		c.planner.options = func() nodespec.Options { return nodespec.Options{Rules: compiled} }
 		c.config.Inventory.Replace("n", machine.Machine{Nodename: "n", Stage: runtime.MachineStageBooting})
 
-		result, again, err := c.syncNode(t.Context(), n)
+		again, err := c.syncNode(t.Context(), n)
 		require.NoError(t, err)
-		assert.Equal(t, resultPending, result)
 		assert.Equal(t, factsTimeout, again)
 
 		assert.True(t, c.planner.observe(n).input.AwaitsFacts)

@@ -18,6 +18,7 @@ import (
 	"k8s.io/utils/clock"
 
 	"github.com/talos-ccm/talos-ccm/pkg/controllers/node"
+	"github.com/talos-ccm/talos-ccm/pkg/internal/nodes"
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
 	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
 	"github.com/talos-ccm/talos-ccm/pkg/talostest"
@@ -54,8 +55,13 @@ func (e *environment) start() (stop func(), err error) {
 		return nil, err
 	}
 
+	hasNodes, err := nodes.Watch(i.Nodes, i.Inventory.Claims.NodeChanged)
+	if err != nil {
+		return nil, err
+	}
+
 	controller, err := node.New(node.Config{
-		Client: i.Client, Nodes: i.Nodes, Inventory: i.Inventory, Recorder: i.Recorder, Clock: clock.RealClock{}, Workers: 10,
+		Client: i.Client, Nodes: i.Nodes, Inventory: i.Inventory, Recorder: i.Recorder, Clock: clock.RealClock{}, Workers: 10, HasNodes: hasNodes,
 		IsRecorded: func(*corev1.Node) bool { return true },
 		Options: func() nodespec.Options {
 			options := e.options.get()

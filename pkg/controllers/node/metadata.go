@@ -57,7 +57,9 @@ func newMetadata(field, noun string, values map[string]string, managers []fieldM
 	}
 
 	for _, key := range talosKeys {
-		m.owners[key] = ownerTalos
+		if !isRecord(key) { // kubelets can write the annotation
+			m.owners[key] = ownerTalos
+		}
 	}
 
 	return m

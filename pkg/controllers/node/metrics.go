@@ -11,10 +11,6 @@ import (
 )
 
 var (
-	syncs = metric.Zero(metric.NewCounterVec("talosccm_node_syncs_total",
-		"Number of Node reconciliations by result: unchanged, changed, pending, conflict or error.", "result"),
-		resultUnchanged, resultChanged, resultPending, resultConflict, resultError)
-
 	initialization = metric.NewHistogram("talosccm_node_initialization_duration_seconds",
 		"Time from the creation of a Node to the removal of its uninitialized taint.", []float64{.25, .5, 1, 2.5, 5, 10, 30, 60, 300, 1800})
 
@@ -25,16 +21,16 @@ var (
 		"Number of changes of a region or zone that were not written to the Node, by label.", "label"),
 		corev1.LabelTopologyRegion, corev1.LabelTopologyZone)
 
-	addressesReplaced = metric.NewCounter("talosccm_node_addresses_replaced_total",
-		"Number of times that another client replaced the addresses of a Node that had the right ones.")
+	addressUpdates = metric.NewCounter("talosccm_node_address_updates_total",
+		"Number of times that the addresses of an initialized Node were corrected, after its machine or another client changed them.")
 
 	// The upstream Talos CCM uses these two names.
 	transformation = metric.NewHistogram("talosccm_transformer_duration_seconds",
 		"Time to compute the desired state of a Node, including rules.", []float64{.0001, .00025, .0005, .001, .0025, .005, .01, .05, .1, 1})
 
 	transformationErrors = metric.Zero(metric.NewCounterVec("talosccm_transformer_errors_total",
-		"Number of values that became invalid, by type: labels, annotations, taints, platformMetadata or machine.", "type"),
-		"labels", "annotations", "taints", "platformMetadata", "machine")
+		"Number of values that became invalid, by type: labels, labelsFromTags, annotations, taints, platformMetadata, addresses or machine.", "type"),
+		"labels", "labelsFromTags", "annotations", "taints", "platformMetadata", "addresses", "machine")
 )
 
 // pendingNodes are the managed Nodes that are not initialized. The gauge has their number.

@@ -3,7 +3,9 @@ package node
 import (
 	"fmt"
 	"maps"
+	"net/netip"
 	"slices"
+	"strings"
 
 	"github.com/siderolabs/talos/pkg/machinery/constants"
 	corev1 "k8s.io/api/core/v1"
@@ -14,8 +16,10 @@ import (
 	corelisters "k8s.io/client-go/listers/core/v1"
 	"k8s.io/utils/clock"
 
+	"github.com/talos-ccm/talos-ccm/pkg/claims"
 	"github.com/talos-ccm/talos-ccm/pkg/internal/events"
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
+	"github.com/talos-ccm/talos-ccm/pkg/noderecord"
 	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
 )
 
@@ -40,6 +44,11 @@ type state struct {
 	problems []events.Problem
 }
 
+// awaitsOthers reports whether another Node may give up the providerID or an address of this one.
+func (s state) awaitsOthers() bool {
+	return s.managed && (s.node.Spec.ProviderID == "" || s.spec != nil && s.spec.AwaitsAddress)
+}
+
 func (p planner) observe(node *corev1.Node) state {
 	entry := p.inventory.Get(node.Name)
 	in := nodespec.NewInput(node, entry.Machine, p.options()).WithPeers(p.inventory, node.Name, p.nodes.Get)
@@ -52,6 +61,8 @@ func (p planner) observe(node *corev1.Node) state {
 		return s
 	}
 
+	by := claims.Requester{Nodename: node.Name, UID: node.UID, Endpoint: entry.Machine.Endpoint, ObservedAt: entry.ObservedAt}
+	s.input.ReserveAddress = func(ip netip.Addr) (owner string) { return p.inventory.Claims.Reserve(ip, by) }
 	s.spec, s.problems = p.desired(s)
 
 	for kind, why := range entry.Machine.Ignored {
@@ -95,6 +106,8 @@ func (p planner) desired(s state) (desired *nodespec.Spec, problems []events.Pro
 	}
 
 	if pending == "" {
+		keepRuleAddresses(s, spec)
+
 		return &spec, problems
 	}
 
@@ -104,6 +117,21 @@ func (p planner) desired(s state) (desired *nodespec.Spec, problems []events.Pro
 	}
 
 	return nil, problems
+}
+
+// keepRuleAddresses keeps the labels of addresses that rules set while a machine responds that is not the recorded one: it
+// could free them for other Nodes.
+func keepRuleAddresses(s state, spec nodespec.Spec) {
+	m, r := s.entry.Machine, noderecord.Of(s.node)
+	if r.Matches(m) || !r.Address.IsValid() && !r.Contradicts(m) {
+		return
+	}
+
+	for key, value := range s.node.Labels {
+		if _, isDesired := spec.Labels[key]; !isDesired && strings.HasPrefix(key, noderecord.LabelRuleAddress) {
+			spec.Labels[key] = value
+		}
+	}
 }
 
 // plan compares a Node with its desired state. owner is the other Node that has the providerID; empty if none.
@@ -149,6 +177,8 @@ type plan struct {
 	// apply is true if labels or annotations must be applied. They are complete, and may be empty.
 	apply               bool
 	labels, annotations map[string]string
+	// released are labels that record what a rule no longer sets, with nil as value.
+	released map[string]any
 	// recordsTaint is true if the labels record a taint as enforced that was not recorded before. The request then carries
 	// the resourceVersion, so that it fails if another client has added the taint since. A taint that another client adds
 	// between this request and the next one is still mistaken for an enforced one.
@@ -184,7 +214,7 @@ func makePlan(node *corev1.Node, spec nodespec.Spec) (plan, error) {
 		topologyChanges = keepTopology(node, labels, spec, desired)
 	}
 
-	p := plan{taints: taints.list, updateTaints: !slices.Equal(taints.list, node.Spec.Taints)}
+	p := plan{released: released(node, desired), taints: taints.list, updateTaints: !slices.Equal(taints.list, node.Spec.Taints)}
 
 	var labelConflicts, annotationConflicts []events.Problem
 
@@ -211,6 +241,27 @@ func makePlan(node *corev1.Node, spec nodespec.Spec) (plan, error) {
 
 	return p, nil
 }
+
+func isRecord(key string) bool {
+	return strings.HasPrefix(key, noderecord.LabelRuleAddress) || strings.HasPrefix(key, labelEnforcedTaint)
+}
+
+// released returns the labels of the Node that record what rules no longer set. A kubelet that applies such a label with its
+// value becomes an owner of it, too, because NodeRestriction compares only values. Omitting the label does not remove it then.
+func released(node *corev1.Node, desired map[string]string) map[string]any {
+	keys := map[string]any{}
+
+	for key := range node.Labels {
+		if _, isDesired := desired[key]; isRecord(key) && !isDesired {
+			keys[key] = nil
+		}
+	}
+
+	return keys
+}
+
+// changeAddresses is the change of a request that replaces the addresses.
+const changeAddresses = "addresses"
 
 type request struct {
 	kind        types.PatchType
@@ -242,6 +293,12 @@ func (p plan) requests(node *corev1.Node) (list []request) {
 		}
 
 		list = append(list, request{kind: types.ApplyYAMLPatchType, changes: []string{"labels and annotations"}, body: config})
+	}
+
+	if len(p.released) > 0 {
+		list = append(list, request{kind: types.MergePatchType, changes: []string{"records of rules"}, body: map[string]any{
+			"metadata": map[string]any{"uid": node.UID, "labels": p.released},
+		}})
 	}
 
 	if p.addresses != nil || p.conditions != nil {
@@ -281,7 +338,7 @@ func (p plan) statusRequest(node *corev1.Node) request {
 			list = append(list, address)
 		}
 
-		status["addresses"], r.changes = list, append(r.changes, "addresses")
+		status["addresses"], r.changes = list, append(r.changes, changeAddresses)
 	}
 
 	var list []any

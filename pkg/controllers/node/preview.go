@@ -57,13 +57,15 @@ func NewPreviews(nodes []*corev1.Node, machines *inventory.Inventory, options no
 		if err := indexer.Add(node); err != nil {
 			return nil, fmt.Errorf("index node %s: %w", node.Name, err)
 		}
+
+		machines.Claims.SetNode(node)
 	}
 
 	p := planner{
 		nodes: corelisters.NewNodeLister(indexer), inventory: machines, clock: clock.RealClock{},
 		options: func() nodespec.Options { return options }, recorded: func(*corev1.Node) bool { return true },
 	}
-	ids := newProviderIDs(indexer, p.counts, func(string) {})
+	ids := newProviderIDs(indexer, p.counts)
 	previews := make([]Preview, 0, len(nodes))
 
 	for _, node := range nodes {
@@ -103,6 +105,10 @@ func (p plan) applyTo(node *corev1.Node, managers []fieldManager) *corev1.Node {
 	if p.apply {
 		after.Labels = afterApply("labels", node.Labels, p.labels, managers)
 		after.Annotations = afterApply("annotations", node.Annotations, p.annotations, managers)
+	}
+
+	for key := range p.released {
+		delete(after.Labels, key)
 	}
 
 	if p.addresses != nil {

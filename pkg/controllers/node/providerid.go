@@ -7,7 +7,6 @@ import (
 	"sync"
 
 	corev1 "k8s.io/api/core/v1"
-	"k8s.io/apimachinery/pkg/util/sets"
 	"k8s.io/client-go/tools/cache"
 
 	"github.com/talos-ccm/talos-ccm/pkg/internal/events"
@@ -75,20 +74,15 @@ type providerIDs struct {
 	nodes cache.Indexer
 	// counts reports whether the providerID of a Node counts.
 	counts func(*corev1.Node) bool
-	// freed is called after a providerID that was reserved has become free, or was written although other Nodes have
-	// requested it or have it.
-	freed func(providerID string)
 
 	mu sync.Mutex
 	// reserved are the providerIDs that Nodes will get, by nodename. The cache shows a providerID only after it is
 	// written, and several Nodes are synced at the same time.
 	reserved map[string]string
-	// contested are providerIDs that other Nodes have requested or have.
-	contested sets.Set[string]
 }
 
-func newProviderIDs(nodes cache.Indexer, counts func(*corev1.Node) bool, freed func(providerID string)) *providerIDs {
-	return &providerIDs{nodes: nodes, counts: counts, freed: freed, reserved: map[string]string{}, contested: sets.New[string]()}
+func newProviderIDs(nodes cache.Indexer, counts func(*corev1.Node) bool) *providerIDs {
+	return &providerIDs{nodes: nodes, counts: counts, reserved: map[string]string{}}
 }
 
 // assign reserves the desired providerID for a Node without one, and returns the Node that already owns it, if any. It
@@ -102,7 +96,7 @@ func (p *providerIDs) assign(s state) (owner string) {
 	case s.spec != nil:
 		return p.reserve(s.spec.ProviderID, s.node.Name)
 	case !s.managed || s.entry.Condition == inventory.Mismatch:
-		p.release(s.node.Name, "")
+		p.release(s.node.Name)
 	}
 
 	return ""
@@ -131,20 +125,12 @@ func (p *providerIDs) reserve(providerID, nodename string) (owner string) {
 		if p.counts(other) {
 			return other.Name
 		}
-
-		p.contested.Insert(providerID)
 	}
 
 	for other, reserved := range p.reserved {
 		if reserved == providerID && other != nodename {
-			p.contested.Insert(providerID)
-
 			return other
 		}
-	}
-
-	if p.reserved[nodename] != providerID {
-		p.end(nodename, "")
 	}
 
 	p.reserved[nodename] = providerID
@@ -152,23 +138,12 @@ func (p *providerIDs) reserve(providerID, nodename string) (owner string) {
 	return ""
 }
 
-// release ends the reservation of a Node that has the given providerID in the cache, or none.
-func (p *providerIDs) release(nodename, providerID string) {
+// release ends the reservation of a Node. Nodes that wait for the providerID are synced again within a minute.
+func (p *providerIDs) release(nodename string) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 
-	p.end(nodename, providerID)
-}
-
-// end is release. The caller holds p.mu.
-func (p *providerIDs) end(nodename, providerID string) {
-	reserved := p.reserved[nodename]
 	delete(p.reserved, nodename)
-
-	if reserved != "" && (reserved != providerID || p.contested.Has(reserved)) {
-		p.contested.Delete(reserved)
-		p.freed(reserved)
-	}
 }
 
 // differentInstances reports whether two providerIDs certainly name two instances. It compares only providerIDs of one

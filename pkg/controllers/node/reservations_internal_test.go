@@ -83,12 +83,12 @@ func TestProviderIDs_AreReserved(t *testing.T) {
 		{"reserved by this Node", func(p *providerIDs) { p.reserve(id, "a") }, ""},
 		{"reserved by another Node", func(p *providerIDs) { p.reserve(id, "b") }, "b"},
 		{"requested by two others", func(p *providerIDs) { p.reserve(id, "b"); p.reserve(id, "c") }, "b"},
-		{"released by another Node", func(p *providerIDs) { p.reserve(id, "b"); p.release("b", "") }, ""},
+		{"released by another Node", func(p *providerIDs) { p.reserve(id, "b"); p.release("b") }, ""},
 		{"another Node has reserved a different one since", func(p *providerIDs) { p.reserve(id, "b"); p.reserve(other, "b") }, ""},
 		{"another Node has failed to reserve a different one since", func(p *providerIDs) { p.reserve(id, "b"); p.reserve(other, "c"); p.reserve(other, "b") }, "b"},
-		{"released by a Node that failed to reserve it", func(p *providerIDs) { p.reserve(id, "b"); p.reserve(id, "c"); p.release("c", "") }, "b"},
-		{"released twice", func(p *providerIDs) { p.reserve(id, "b"); p.release("b", ""); p.release("b", "") }, ""},
-		{"released by a Node without reservation", func(p *providerIDs) { p.release("a", "") }, ""},
+		{"released by a Node that failed to reserve it", func(p *providerIDs) { p.reserve(id, "b"); p.reserve(id, "c"); p.release("c") }, "b"},
+		{"released twice", func(p *providerIDs) { p.reserve(id, "b"); p.release("b"); p.release("b") }, ""},
+		{"released by a Node without reservation", func(p *providerIDs) { p.release("a") }, ""},
 		{"in the cache, of this Node", func(p *providerIDs) { assert.NoError(t, p.nodes.Add(identified("a", id))) }, ""},
 		{"in the cache, of another Node", func(p *providerIDs) { assert.NoError(t, p.nodes.Add(identified("b", id))) }, "b"},
 		{"registered by a kubelet, machine not dialed yet", func(p *providerIDs) { assert.NoError(t, p.nodes.Add(faked("b", "Talos (v1.14.1)", id))) }, "b"},
@@ -96,7 +96,7 @@ func TestProviderIDs_AreReserved(t *testing.T) {
 		{"in the cache after it was reserved", func(p *providerIDs) {
 			p.reserve(id, "b")
 			assert.NoError(t, p.nodes.Add(identified("b", id)))
-			p.release("b", id)
+			p.release("b")
 		}, "b"},
 	} {
 		t.Run(test.name, func(t *testing.T) {
@@ -134,57 +134,49 @@ func TestProviderIDs_OneOfManyConcurrentReservationsSucceeds(t *testing.T) {
 	assert.Len(t, owners, 1)
 }
 
-func TestController_QueuesNodesWithoutProviderIDWhenOneBecomesFree(t *testing.T) {
+func TestController_EndsReservations(t *testing.T) {
 	const id, other = "talos://metal/u-1", "talos://metal/u-2"
 
 	for _, test := range []struct {
 		name   string
-		change func(*Controller)
-		want   []string
+		change func(*Controller, *corev1.Node)
+		want   string
 	}{
-		{"released", func(c *Controller) { c.providerIDs.release("a", "") }, []string{"a", "b"}},
-		{"released without reservation", func(c *Controller) { c.providerIDs.release("b", "") }, nil},
-		{"different one reserved", func(c *Controller) { c.providerIDs.reserve(other, "a") }, []string{"a", "b"}},
-		{"same one reserved", func(c *Controller) { c.providerIDs.reserve(id, "a") }, nil},
-		{"written", func(c *Controller) { c.providerIDs.release("a", id) }, []string{"a", "b"}},
-		{"written, another one requested", func(c *Controller) {
-			c.providerIDs.release("a", "")
-			c.takeQueued()
-			c.providerIDs.reserve(other, "a")
-			c.providerIDs.release("a", other)
-		}, nil},
-		{"written, though a kubelet registered it", func(c *Controller) {
-			c.providerIDs.release("a", "")
-			c.takeQueued()
-			assert.NoError(t, c.indexer.Add(faked("fake", "Ubuntu", id)))
-			c.providerIDs.reserve(id, "a")
-			assert.NoError(t, c.indexer.Update(identified("a", id)))
-			c.providerIDs.release("a", id)
-		}, []string{"a", "b", "fake"}},
-		{"not managed", func(c *Controller) {
-			_, err := c.sync(t.Context(), "a")
-			assert.NoError(t, err)
-		}, []string{"a", "b"}},
-		{"machine of another Node", func(c *Controller) {
-			n := identified("a", "")
+		{"managed, and its machine has not responded", func(_ *Controller, n *corev1.Node) { n.Status.NodeInfo.OSImage = "Talos (v1.14.1)" }, "a"},
+		{"not managed", func(*Controller, *corev1.Node) {}, ""},
+		{"machine of another Node", func(c *Controller, n *corev1.Node) {
 			n.Status.NodeInfo.OSImage = "Talos (v1.14.1)"
-			assert.NoError(t, c.indexer.Update(n))
 			c.config.Inventory.MarkMismatch("a", "z", "machine reports nodename z")
-			_, err := c.sync(t.Context(), "a")
-			assert.NoError(t, err)
-		}, []string{"a", "b"}},
-		{"a different one written by another client", func(c *Controller) {
-			assert.NoError(t, c.indexer.Update(identified("a", other)))
-			_, err := c.sync(t.Context(), "a")
-			assert.NoError(t, err)
-		}, []string{"b"}},
+		}, ""},
+		{"a different one written by another client", func(_ *Controller, n *corev1.Node) { n.Spec.ProviderID = other }, ""},
 	} {
-		c := newController(t, identified("a", ""), identified("b", ""), identified("c", "talos://metal/u-3"))
-		c.providerIDs.reserve(id, "a")
-		c.providerIDs.reserve(id, "b")
-		assert.Empty(t, c.takeQueued(), test.name)
+		t.Run(test.name, func(t *testing.T) {
+			n := identified("a", "")
+			c := newController(t, n, identified("b", ""))
+			c.providerIDs.reserve(id, "a")
+			test.change(c, n)
 
-		test.change(c)
-		assert.Equal(t, test.want, c.takeQueued(), test.name)
+			_, err := c.sync(t.Context(), "a")
+			require.NoError(t, err)
+			assert.Equal(t, test.want, c.providerIDs.reserve(id, "b"))
+		})
 	}
+}
+
+// Another Node may have reserved the providerID, and give it up.
+func TestController_RetriesNodesWithoutProviderID(t *testing.T) {
+	renamed := identified("renamed", "")
+	renamed.Status.NodeInfo.OSImage = "Talos (v1.14.1)"
+	c := newController(t, renamed)
+
+	again, err := c.sync(t.Context(), "renamed")
+	require.NoError(t, err)
+	assert.Equal(t, factsTimeout, again)
+
+	other := identified("other", "")
+	require.NoError(t, c.indexer.Add(other))
+
+	again, err = c.sync(t.Context(), "other")
+	require.NoError(t, err)
+	assert.Zero(t, again, "is not managed")
 }

@@ -55,7 +55,7 @@ func (o *atomicOptions) set(test string, list []rules.Rule) field.ErrorList {
 		all = append(all, o.rules[name]...)
 	}
 
-	compiled, errs := rules.Compile(all, nil)
+	compiled, errs := rules.Compile(all, nil, nil)
 	if len(errs) == 0 {
 		o.options.Rules = compiled
 	}
@@ -149,6 +149,49 @@ func TestController_UpdatesAndRemovesLabelsAndAnnotationsOfRules(t *testing.T) {
 	})
 	assert.Equal(t, "blue", n.Labels["team"])
 	assert.Equal(t, "eu-1a", n.Labels[corev1.LabelTopologyZone])
+}
+
+func TestController_FollowsTagsWithinPrefix(t *testing.T) {
+	s := parallel(t)
+	fromTags := func(match, prefix string) rules.Rule {
+		return rules.Rule{Name: "from " + match, LabelsFromTags: &rules.LabelsFromTags{Match: match, Prefix: prefix}}
+	}
+
+	s.rules("tags-follow", fromTags("^team/", "example.com/"), fromTags("^raw/", ""))
+
+	spec := aws("tags-follow")
+	spec.Platform.Tags = map[string]string{
+		"team/owner": "web", "team/tier": "front", "team/note": "not a label", "raw/node-restriction.kubernetes.io/tier": "trusted", "raw/kubernetes.io/os": "plan9", "other": "x",
+	}
+	m := s.initialize(spec)
+	s.PatchNode("tags-follow", "kubectl-label", `{"metadata":{"labels":{"example.com/by-hand":"kept"}}}`)
+
+	ofCompany := func(n *corev1.Node) map[string]string {
+		labels := maps.Clone(n.Labels)
+		maps.DeleteFunc(labels, func(key, _ string) bool { return !strings.HasPrefix(key, "example.com/") })
+
+		return labels
+	}
+
+	n := s.AwaitNode("tags-follow", ctest.Labeled("example.com/by-hand", "kept"))
+	assert.Equal(t, map[string]string{"example.com/owner": "web", "example.com/tier": "front", "example.com/by-hand": "kept"}, ofCompany(n))
+	assert.NotContains(t, n.Labels, "node-restriction.kubernetes.io/tier")
+	assert.NotEqual(t, "plan9", n.Labels["kubernetes.io/os"])
+	s.AwaitEvent("tags-follow", node.ReasonInvalidValue, `rule "from ^team/": labelsFromTags["team/note"]="not a label" omitted`)
+	s.AwaitEvent("tags-follow", node.ReasonInvalidValue, `labelsFromTags["raw/node-restriction.kubernetes.io/tier"]="trusted" omitted`)
+	s.AwaitEvent("tags-follow", node.ReasonInvalidValue, `labelsFromTags["raw/kubernetes.io/os"]="plan9" omitted`)
+
+	s.update(m, func(meta *runtime.PlatformMetadataSpec) {
+		meta.Tags = map[string]string{"team/tier": "back", "team/site": "lyon"}
+	})
+	s.AwaitNode("tags-follow", func(n *corev1.Node, asrt *assert.Assertions) {
+		asrt.Equal(map[string]string{"example.com/site": "lyon", "example.com/tier": "back", "example.com/by-hand": "kept"}, ofCompany(n))
+	})
+
+	s.rules("tags-follow")
+	s.AwaitNode("tags-follow", func(n *corev1.Node, asrt *assert.Assertions) {
+		asrt.Equal(map[string]string{"example.com/by-hand": "kept"}, ofCompany(n))
+	})
 }
 
 // A providerID cannot be changed once it is set, so a rule that fails to compute it must not stop other updates.

@@ -2,6 +2,7 @@ package node
 
 import (
 	"net/netip"
+	"strconv"
 	"testing"
 
 	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
@@ -25,6 +26,7 @@ type syncFixture struct {
 
 	controller *Controller
 	requests   int
+	versions   int
 	answer     func(number int, do func() *corev1.Node) (*corev1.Node, error)
 }
 
@@ -54,6 +56,10 @@ func newSyncFixture(t *testing.T) *syncFixture {
 			node, isNode := object.(*corev1.Node)
 			require.True(t, isNode)
 
+			node = node.DeepCopy()
+			f.versions++
+			node.ResourceVersion = strconv.Itoa(f.versions) // which the fake API server does not set
+
 			return node
 		})
 
@@ -74,7 +80,9 @@ func newSyncFixture(t *testing.T) *syncFixture {
 func (f *syncFixture) sync() (node *corev1.Node, requests int, err error) {
 	f.t.Helper()
 
-	require.NoError(f.t, f.controller.indexer.Add(f.node()))
+	cached := f.node()
+	cached.ResourceVersion = strconv.Itoa(f.versions)
+	require.NoError(f.t, f.controller.indexer.Add(cached))
 
 	f.requests = 0
 	_, err = f.controller.sync(f.t.Context(), nodename)
@@ -82,7 +90,7 @@ func (f *syncFixture) sync() (node *corev1.Node, requests int, err error) {
 	return f.node(), f.requests, err
 }
 
-func TestController_SendsFiveRequestsPerSync(t *testing.T) {
+func TestController_SendsSixRequestsPerSync(t *testing.T) {
 	f := newSyncFixture(t)
 
 	// As an admission webhook does.
@@ -94,10 +102,23 @@ func TestController_SendsFiveRequestsPerSync(t *testing.T) {
 	}
 
 	node, requests, err := f.sync()
-	require.ErrorContains(t, err, "needs further changes after 5 requests: labels and annotations, labels and annotations")
-	assert.Equal(t, 5, requests)
+	require.ErrorContains(t, err, "needs further changes after 6 requests: labels and annotations")
+	assert.Equal(t, 6, requests)
 	assert.True(t, nodespec.IsUninitialized(node))
 	assert.Empty(t, node.Spec.ProviderID)
+}
+
+func TestController_SendsRevertedRequestOnce(t *testing.T) {
+	f := newSyncFixture(t)
+	before := f.node()
+	before.ResourceVersion = "0"
+
+	// As an admission webhook that reverts every change.
+	f.answer = func(int, func() *corev1.Node) (*corev1.Node, error) { return before, nil }
+
+	_, requests, err := f.sync()
+	require.ErrorContains(t, err, "labels and annotations of node worker-1: accepted without effect")
+	assert.Equal(t, 1, requests)
 }
 
 func TestController_WaitsForRecord(t *testing.T) {

@@ -64,7 +64,7 @@ func (a *allocations) record(node *corev1.Node) {
 		isKnown = false
 	}
 
-	blocks, _ := podCIDRs(node)
+	blocks := podCIDRs(node)
 	if len(blocks) == 0 || isKnown && known.written {
 		return
 	}
@@ -313,27 +313,18 @@ func (a *allocations) remove(nodename string) {
 // isAssigned reports whether this controller has written the podCIDRs of a Node, which cannot be changed.
 func isAssigned(node *corev1.Node) bool { return node.Labels[labelAssigned] != "" }
 
-// podCIDRs returns the parsed and the invalid podCIDRs of a Node. Old clusters contain spellings that the API server
-// rejects today.
-func podCIDRs(node *corev1.Node) (blocks []netip.Prefix, invalid []string) {
-	list := node.Spec.PodCIDRs
-	if len(list) == 0 && node.Spec.PodCIDR != "" {
-		list = []string{node.Spec.PodCIDR}
-	}
-
-	for _, s := range list {
+// podCIDRs returns the podCIDRs of a Node. The API server accepts no others, and old clusters contain spellings that it
+// rejects today. It fills in podCIDRs if only podCIDR is set.
+func podCIDRs(node *corev1.Node) (blocks []netip.Prefix) {
+	for _, s := range node.Spec.PodCIDRs {
 		if _, network, err := netutils.ParseCIDRSloppy(s); err == nil {
 			if block, ok := netipx.FromStdIPNet(network); ok {
 				blocks = append(blocks, block)
-
-				continue
 			}
 		}
-
-		invalid = append(invalid, s)
 	}
 
-	return blocks, invalid
+	return blocks
 }
 
 // newer reports whether the first resourceVersion is later.

@@ -328,14 +328,8 @@ func TestAllocations_ReservationsCountWhateverTheirSize(t *testing.T) {
 func TestPodCIDRs_AcceptsSpellingsOfOldClusters(t *testing.T) {
 	t.Parallel()
 
-	blocks, invalid := podCIDRs(version("a", "1", 1, "010.0.1.0/24", "10.0.2.7/24", "<nil>", "fd00::/64"))
+	blocks := podCIDRs(version("a", "1", 1, "010.0.1.0/24", "10.0.2.7/24", "fd00::/64"))
 	assert.Equal(t, prefixes("10.0.1.0/24", "10.0.2.0/24", "fd00::/64"), blocks)
-	assert.Equal(t, []string{"<nil>"}, invalid)
-
-	node := version("a", "1", 1)
-	node.Spec.PodCIDR = "10.0.4.0/24"
-	blocks, _ = podCIDRs(node)
-	assert.Equal(t, prefixes("10.0.4.0/24"), blocks, "podCIDR alone")
 }
 
 // Repeated reports of a deletion release a block only once.

@@ -414,13 +414,8 @@ func (a assignment) source(name string, cidr netip.Prefix, size int) (source, er
 	return source{Pool: blocks, name: name, limit: limit}, err
 }
 
-// unusable returns a problem if podCIDRs are invalid or do not count.
+// unusable returns a problem if podCIDRs do not count.
 func (a assignment) unusable() *events.Problem {
-	podCIDRs, invalid := podCIDRs(a.node)
-	if len(invalid) > 0 {
-		return newProblem(ReasonInvalid, "podCIDRs %q are not CIDRs; delete the Node and let it register again to have others assigned", invalid)
-	}
-
 	if isAssigned(a.node) {
 		return nil
 	}
@@ -430,7 +425,7 @@ func (a assignment) unusable() *events.Problem {
 		sources = append(sources, s)
 	}
 
-	tooLarge := slices.DeleteFunc(podCIDRs, func(podCIDR netip.Prefix) bool {
+	tooLarge := slices.DeleteFunc(podCIDRs(a.node), func(podCIDR netip.Prefix) bool {
 		return !slices.ContainsFunc(sources, func(s source) bool { return podCIDR.Overlaps(s.CIDR()) && podCIDR.Bits() < s.limit })
 	})
 	if len(tooLarge) == 0 {
@@ -441,47 +436,27 @@ func (a assignment) unusable() *events.Problem {
 		"delete the Node and let it register again without podCIDRs", tooLarge)
 }
 
-// mismatches returns problems if the podCIDRs do not match the current configuration.
-func (a assignment) mismatches() (problems []*events.Problem) {
-	podCIDRs, _ := podCIDRs(a.node)
-
-	selected, problem := a.selected()
-	if problem != nil || !selected || !nodespec.IsTalos(a.node) || len(podCIDRs) == 0 {
-		return nil
-	}
-
-	pool, problem := a.pool()
-	if problem != nil {
-		return nil
-	}
-
-	for _, f := range a.families(pool) {
-		if len(ofFamily(podCIDRs, f)) == 0 {
-			problems = append(problems, newProblem(ReasonFamilyMissing,
-				"The Node has podCIDRs %v, but the cluster assigns %s, too; delete the Node and let it register again to have both assigned", podCIDRs, f))
-		}
-	}
-
-	if a.options.Allocator == CloudAllocator && len(ofFamily(pool.CIDRs, ipv6)) == 0 {
-		problems = append(problems, a.prefixChanged(podCIDRs))
-	}
-
-	return problems
-}
-
 // prefixChanged returns a problem if an IPv6 podCIDR is not in the prefix that the machine reported last.
-func (a assignment) prefixChanged(podCIDRs []netip.Prefix) *events.Problem {
-	if prefix, found := machinePrefix(a.entry.Machine); found {
-		expected := machineSubnets(a.entry.Machine)
-		for _, pool := range slices.Concat(a.pools, []Pool{{CIDRs: a.options.ClusterCIDRs}}) {
-			expected = append(expected, pool.CIDRs...)
-		}
+func (a assignment) prefixChanged() *events.Problem {
+	pool, problem := a.pool()
+	if selected, _ := a.selected(); problem != nil || !selected || a.options.Allocator != CloudAllocator || len(ofFamily(pool.CIDRs, ipv6)) > 0 {
+		return nil
+	}
 
-		for _, podCIDR := range ofFamily(podCIDRs, ipv6) {
-			if !slices.ContainsFunc(expected, podCIDR.Overlaps) {
-				return newProblem(ReasonPrefixChanged,
-					"The podCIDR %s is not in the machine's prefix, which is %s; delete the Node and let it register again to have another one assigned", podCIDR, prefix)
-			}
+	prefix, found := machinePrefix(a.entry.Machine)
+	if !found || !nodespec.IsTalos(a.node) {
+		return nil
+	}
+
+	expected := machineSubnets(a.entry.Machine)
+	for _, pool := range slices.Concat(a.pools, []Pool{{CIDRs: a.options.ClusterCIDRs}}) {
+		expected = append(expected, pool.CIDRs...)
+	}
+
+	for _, podCIDR := range ofFamily(podCIDRs(a.node), ipv6) {
+		if !slices.ContainsFunc(expected, podCIDR.Overlaps) {
+			return newProblem(ReasonPrefixChanged,
+				"The podCIDR %s is not in the machine's prefix, which is %s; delete the Node and let it register again to have another one assigned", podCIDR, prefix)
 		}
 	}
 

@@ -212,12 +212,6 @@ func TestAssignment_ReportsLargePartsOfTheMachinesPrefix(t *testing.T) {
 	}
 }
 
-func TestAssignment_ReportsPodCIDRsThatAreNotCIDRs(t *testing.T) {
-	t.Parallel()
-
-	assert.Equal(t, ReasonInvalid, reasonOf(assignment{node: version("a", "1", 10, "<nil>")}.unusable()))
-}
-
 // TestOptions_UseMaskSizesThatMostMachinesReport: a single machine must not determine the size of blocks.
 func TestOptions_UseMaskSizesThatMostMachinesReport(t *testing.T) {
 	t.Parallel()

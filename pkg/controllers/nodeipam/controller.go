@@ -74,15 +74,18 @@ const (
 	Alias = "nodeipam"
 )
 
-// labelAssigned is `true` if talos-ccm assigned the podCIDRs of the Node. Otherwise its kubelet may have chosen them.
+// labelAssigned is `true` if talos-ccm assigned the podCIDRs. Otherwise a kubelet may have chosen them.
 const labelAssigned = "talos-ccm.node-restriction.kubernetes.io/pod-cidrs"
 
 // FieldManager owns the podCIDRs that this controller has written.
 const FieldManager = "talos-ccm-node-ipam"
 
 const (
-	// refreshInterval is the period of the work that no event triggers.
+	// refreshInterval is the time between refreshes that no event triggers.
 	refreshInterval = 30 * time.Second
+
+	// releaseDelay combines what one change releases, and the deletions of many Nodes, to one refresh.
+	releaseDelay = 10 * time.Millisecond
 
 	// listTimeout bounds a list of all Nodes.
 	listTimeout = time.Minute
@@ -94,8 +97,7 @@ const (
 	// workers is the number of Nodes that are assigned pod CIDRs concurrently.
 	workers = 16
 
-	// Queue keys that cannot be the name of a Node: enqueue all Nodes without podCIDRs, and do the periodic work.
-	pendingKey = "/pending"
+	// refreshKey is the queue key of the work for all Nodes. It cannot be the name of a Node.
 	refreshKey = "/refresh"
 )
 
@@ -138,7 +140,7 @@ type Controller struct {
 	queue       queue.Queue
 	// conflict is the last write of podCIDRs by another client.
 	conflict atomic.Pointer[conflict]
-	// machineMu is held while addresses are read from the inventory and reserved. Otherwise, older addresses could replace
+	// machineMu is held while a machine's addresses and the CIDRs are read and reserved. Otherwise, older ones could replace
 	// newer ones.
 	machineMu sync.Mutex
 	// loggedState and loggedOutside were logged last. Only the worker that processes refreshKey uses them.
@@ -156,7 +158,7 @@ type conflict struct {
 // New returns a Controller that has subscribed to its inputs. The informer must not have been started yet.
 func New(cfg Config) (*Controller, error) {
 	c := &Controller{cfg: cfg, lister: cfg.Nodes.Lister(), reporter: events.New(cfg.Recorder), queue: queue.New(Alias)}
-	c.allocations = newAllocations(c.Resync)
+	c.allocations = newAllocations(func() { c.queue.AddAfter(refreshKey, releaseDelay) })
 
 	// The allocations must contain all Nodes of the cache, so wait for the handler, not only for the informer.
 	synced, err := nodes.Watch(cfg.Nodes, c.nodeChanged)
@@ -168,7 +170,7 @@ func New(cfg Config) (*Controller, error) {
 
 	cfg.Inventory.Subscribe(c.machineChanged)
 	cfg.ControlPlane.Subscribe(func() {
-		c.queue.Add(refreshKey)
+		c.Resync()
 
 		for _, node := range c.cachedNodes() {
 			c.queue.Add(node.Name) // podCIDRs may no longer match the configuration
@@ -178,8 +180,8 @@ func New(cfg Config) (*Controller, error) {
 	return c, nil
 }
 
-// Resync retries the Nodes without podCIDRs: a block was released, or the configuration has changed.
-func (c *Controller) Resync() { c.queue.Add(pendingKey) }
+// Resync retries the Nodes without podCIDRs: the configuration has changed.
+func (c *Controller) Resync() { c.queue.Add(refreshKey) }
 
 // Run works until ctx ends and the current write has finished. Call it only while holding the lease: it starts from a
 // list of Nodes that must be newer than every write of earlier leaders.
@@ -195,13 +197,19 @@ func (c *Controller) Run(ctx context.Context) {
 		return // ctx has ended
 	}
 
+	c.Resync()
+
 	var group wait.Group
 
 	defer group.Wait()
 
 	group.Start(func() {
-		for c.queue.Add(refreshKey); backoff.Sleep(ctx, c.cfg.Clock, refreshInterval); {
-			c.queue.Add(refreshKey)
+		for backoff.Sleep(ctx, c.cfg.Clock, refreshInterval) {
+			if err := c.releaseMissing(ctx); err != nil {
+				klog.FromContext(ctx).Error(err, "Failed to list allocated pod CIDRs; retrying")
+			}
+
+			c.Resync()
 		}
 	})
 
@@ -227,13 +235,10 @@ func (c *Controller) listAllocations(ctx context.Context) error {
 // sync assigns podCIDRs to a Node that has none, and otherwise reports problems of its podCIDRs. If an input is missing,
 // it reports that and returns nil: the change that provides the input queues the Node again.
 func (c *Controller) sync(ctx context.Context, key string) (again time.Duration, err error) {
-	switch key {
-	case pendingKey:
-		c.enqueuePending()
+	if key == refreshKey {
+		c.refresh(ctx)
 
 		return 0, nil
-	case refreshKey:
-		return 0, c.refresh(ctx)
 	}
 
 	node, _ := c.lister.Get(key) // fails only if there is none
@@ -259,7 +264,7 @@ func (c *Controller) sync(ctx context.Context, key string) (again time.Duration,
 			problem = c.allocations.overlap(node)
 		}
 
-		c.report(node, append(a.mismatches(), problem)...)
+		c.report(node, problem, a.prefixChanged())
 	case network != nil && nodespec.IsTalos(node) && node.DeletionTimestamp == nil: // otherwise, the first refresh queues the Node again
 		err = c.assign(ctx, a, blocks)
 	}
@@ -401,23 +406,26 @@ func (c *Controller) report(node *corev1.Node, problems ...*events.Problem) {
 	}
 }
 
-// refresh does the work that no event triggers, and logs when allocation is blocked and when it resumes.
-func (c *Controller) refresh(ctx context.Context) error {
-	// The informer never reports the deletion of a Node that was listed, but deleted before the cache contained it.
+// releaseMissing releases the blocks of Nodes that were listed, but deleted before the cache contained them: the informer
+// never reports their deletion.
+func (c *Controller) releaseMissing(ctx context.Context) error {
 	missing := c.allocations.nodenames()
 	for _, node := range c.cachedNodes() {
 		missing.Delete(node.Name)
 	}
 
-	if len(missing) > 0 {
-		if err := c.listAllocations(ctx); err != nil {
-			return err
-		}
+	if len(missing) == 0 {
+		return nil
 	}
 
+	return c.listAllocations(ctx)
+}
+
+// refresh does the work that concerns all Nodes, and queues those without podCIDRs.
+func (c *Controller) refresh(ctx context.Context) {
 	network := c.cfg.ControlPlane.Current()
 	if network == nil {
-		return nil
+		return
 	}
 
 	options, blockedReason := c.effectiveOptions(network)
@@ -429,7 +437,25 @@ func (c *Controller) refresh(ctx context.Context) error {
 
 	c.updateGauges(options, blockedReason)
 
-	state, logger := "Allocating", klog.FromContext(ctx)
+	c.logState(klog.FromContext(ctx), options, blockedReason)
+
+	all := c.cachedNodes()
+
+	// Which of a machine's addresses are reserved first depends on the pools and cluster CIDRs.
+	for _, node := range all {
+		c.reserveMachine(node.Name)
+	}
+
+	for _, node := range all {
+		if len(node.Spec.PodCIDRs) == 0 {
+			c.queue.Add(node.Name)
+		}
+	}
+}
+
+// logState logs when allocation is blocked and when it resumes.
+func (c *Controller) logState(logger klog.Logger, options Options, blockedReason *events.Problem) {
+	state := "Allocating"
 	if blockedReason != nil {
 		state = blockedReason.Reason
 	}
@@ -443,9 +469,6 @@ func (c *Controller) refresh(ctx context.Context) error {
 	}
 
 	c.loggedState = state
-	c.enqueuePending()
-
-	return nil
 }
 
 // reportOutside logs what is allocated from outside podSubnets, and emits one Event if that breaks what Talos deploys.
@@ -474,22 +497,6 @@ func (c *Controller) reportOutside(ctx context.Context, config controlplane.KCMC
 
 	for range c.reporter.Report("/podSubnets", node, problems...) { // not the name of a Node
 		failuresTotal.WithLabelValues(ReasonOutsidePodSubnets).Inc()
-	}
-}
-
-// enqueuePending queues the Nodes without podCIDRs. Before that, it reserves the addresses of machines again: which of
-// them are reserved first depends on the pools and cluster CIDRs.
-func (c *Controller) enqueuePending() {
-	all, cidrs := c.cachedNodes(), c.cidrs()
-
-	for _, node := range all {
-		c.reserveMachine(node.Name, cidrs)
-	}
-
-	for _, node := range all {
-		if len(node.Spec.PodCIDRs) == 0 {
-			c.queue.Add(node.Name)
-		}
 	}
 }
 
@@ -554,7 +561,7 @@ func (c *Controller) detectConflict(node *corev1.Node) {
 
 // machineChanged reserves the addresses of a machine. The inventory calls it before any worker sees the change.
 func (c *Controller) machineChanged(nodename string) {
-	c.reserveMachine(nodename, c.cidrs())
+	c.reserveMachine(nodename)
 	c.queue.Add(nodename)
 }
 
@@ -570,11 +577,11 @@ func (c *Controller) cidrs() []netip.Prefix {
 	return cidrs
 }
 
-func (c *Controller) reserveMachine(nodename string, cidrs []netip.Prefix) {
+func (c *Controller) reserveMachine(nodename string) {
 	c.machineMu.Lock()
 	defer c.machineMu.Unlock()
 
-	c.allocations.reserve("machine "+nodename, reservedPrefixes(c.cfg.Inventory.Get(nodename).Machine, cidrs))
+	c.allocations.reserve("machine "+nodename, reservedPrefixes(c.cfg.Inventory.Get(nodename).Machine, c.cidrs()))
 }
 
 func newProblem(reason, format string, args ...any) *events.Problem {

@@ -222,6 +222,18 @@ func TestController_ReleasesBlocksOfDeletedNodes(t *testing.T) {
 	w.wantCIDRs("b", "10.1.0.0/24")
 }
 
+// TestController_ReleasesBlocksOfNodesThatAreNeverCached: a Node was listed, but deleted before the cache contained it.
+func TestController_ReleasesBlocksOfNodesThatAreNeverCached(t *testing.T) {
+	w := newWorld(t)
+	w.register("short", having("10.1.0.0/24"), func(n *corev1.Node) { n.Labels[labelUncached] = "" })
+	w.run(cidrs("10.1.0.0/24"))
+	w.register("a")
+	w.awaitPending("a", nodeipam.ReasonExhausted)
+	w.remove("short")
+	w.step(w.clock, time.Minute)
+	w.wantCIDRs("a", "10.1.0.0/24")
+}
+
 func TestController_KeepsClearOfAllExistingBlocks(t *testing.T) {
 	w := newWorld(t)
 	w.register("odd", having("10.1.0.64/27", "fd00:1:0:1::/64"))
@@ -367,26 +379,18 @@ func TestController_ReportsBlocksOfFormerPrefix(t *testing.T) {
 	w.wantReasons("a", "PodCIDRPrefixChanged")
 }
 
-func TestController_ReportsSingleStackNodesOfDualStackClusters(t *testing.T) {
+func TestController_KeepsSingleStackNodesOfDualStackClusters(t *testing.T) {
 	w := newWorld(t)
 	w.setCIDRs(w.controlPlane, []string{"10.1.0.0/16"}, nil)
 	w.register("old", having("10.1.0.0/24"))
-	w.register("other", having("10.1.1.0/24"), foreign)
 	w.run(nodeipam.Options{})
-	w.register("a")
-	w.wantCIDRs("a", "10.1.2.0/24")
-	w.wantReasons("old")
 
 	w.setCIDRs(w.controlPlane, []string{"10.1.0.0/16", "fd00:1::/48"}, nil)
 	w.refresh()
-	w.awaitEvent("old", "PodCIDRFamilyMissing", "IPv6")
-	w.awaitEvent("a", "PodCIDRFamilyMissing")
-	w.setOSImage("old", kube.DefaultOSImage+" again")
 	w.register("b")
-	w.wantCIDRs("b", "10.1.3.0/24", "fd00:1::/80")
-	w.wantReasons("old", "PodCIDRFamilyMissing")
-	w.wantReasons("a", "PodCIDRFamilyMissing")
-	w.wantReasons("other")
+	w.wantCIDRs("b", "10.1.1.0/24", "fd00:1::/80")
+	w.wantCIDRs("old", "10.1.0.0/24")
+	w.wantReasons("old")
 }
 
 // TestController_PoolsOfOneCIDR: two pools divide one CIDR into blocks of different sizes.

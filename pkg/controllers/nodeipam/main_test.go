@@ -39,8 +39,12 @@ import (
 	"github.com/talos-ccm/talos-ccm/test/kube"
 )
 
-// labelWorld separates the Nodes of a test from those of other tests.
-const labelWorld = "test/world"
+const (
+	// labelWorld separates the Nodes of a test from those of other tests.
+	labelWorld = "test/world"
+	// labelUncached is the label of Nodes that no informer reports.
+	labelUncached = "test/uncached"
+)
 
 var bed ctest.Bed
 

@@ -10,16 +10,16 @@ import (
 // Reasons of the Events on Nodes, and values of the label "reason" in metrics.
 const (
 	// ReasonAllocatorConflict: allocation is paused: another allocator is active.
-	// Fix: change every control-plane machine as the message says, see docs/explanation/pod-cidrs.md#other-allocators.
+	// Fix: as the message says, see docs/explanation/pod-cidrs.md#other-allocators.
 	ReasonAllocatorConflict = "PodCIDRAllocatorConflict"
-	// ReasonAllocatorUnknown: allocation is paused, because a control-plane machine has not been read yet, or their pod
-	// subnets or mask sizes differ.
+	// ReasonAllocatorUnknown: allocation is paused: a control-plane machine was not read yet, or pod subnets or mask sizes
+	// differ.
 	// Fix: as the message says, often docs/troubleshooting/nodes.md#machine-unreachable.
 	ReasonAllocatorUnknown = "PodCIDRAllocatorUnknown"
-	// ReasonClusterCIDRMissing: no cluster CIDR is set, neither with `--cluster-cidr` nor in Talos.
+	// ReasonClusterCIDRMissing: no cluster CIDR is set with `--cluster-cidr` or in Talos.
 	// Fix: set `podSubnets` in Talos.
 	ReasonClusterCIDRMissing = "PodCIDRClusterCIDRMissing"
-	// ReasonOutsidePodSubnets: on a control-plane Node: pod CIDRs outside `podSubnets` break Talos's Flannel or kube-proxy.
+	// ReasonOutsidePodSubnets: on a control-plane Node: pools outside `podSubnets` break Flannel or kube-proxy.
 	// Fix: docs/guides/coexistence.md#pod-cidrs-and-cnis.
 	ReasonOutsidePodSubnets = "PodCIDROutsidePodSubnets"
 	// ReasonMachineUnknown: the pool or prefix depends on the machine, which does not respond.
@@ -29,8 +29,7 @@ const (
 	// Fix: docs/troubleshooting/nodes.md#node-stays-uninitialized.
 	ReasonNotInitialized = "PodCIDRNodeNotInitialized"
 	// ReasonPrefixMissing: the machine has no global IPv6 address, or only single ones (/128).
-	// Fix: add an address with a prefix, use a pool, or fall back:
-	// docs/explanation/pod-cidrs.md#machines-without-a-prefix.
+	// Fix: add one, use a pool, or fall back: docs/explanation/pod-cidrs.md#machines-without-a-prefix.
 	ReasonPrefixMissing = "PodCIDRIPv6PrefixMissing"
 	// ReasonPrefixTooSmall: a prefix cannot be divided into blocks of the configured size.
 	// Fix: change the mask size or the prefix, as the message says.
@@ -44,19 +43,13 @@ const (
 	// ReasonWriteFailed: the API server rejected the write.
 	// Fix: docs/troubleshooting/installation.md#kubernetes-api-errors.
 	ReasonWriteFailed = "PodCIDRWriteFailed"
-	// ReasonOverlap: existing podCIDRs overlap with other Nodes'.
-	// Fix: delete the wrong Node, and register it again without podCIDRs.
+	// ReasonOverlap: podCIDRs overlap with other Nodes'.
+	// Fix: delete the wrong Node, and let it register without podCIDRs.
 	ReasonOverlap = "PodCIDROverlap"
-	// ReasonTooLarge: existing podCIDRs do not count, see docs/explanation/pod-cidrs.md#podcidrs-that-are-too-large.
-	// Fix: delete the Node, and register it again without podCIDRs.
+	// ReasonTooLarge: docs/explanation/pod-cidrs.md#podcidrs-that-are-too-large do not count.
+	// Fix: delete the Node, and let it register without podCIDRs.
 	ReasonTooLarge = "PodCIDRTooLarge"
-	// ReasonInvalid: existing podCIDRs are not valid CIDRs.
-	// Fix: delete the Node, and register it again without podCIDRs.
-	ReasonInvalid = "PodCIDRInvalid"
-	// ReasonFamilyMissing: existing podCIDRs have fewer IP families than those of new Nodes.
-	// Fix: docs/guides/pod-cidrs.md#change-the-podcidrs-of-a-node.
-	ReasonFamilyMissing = "PodCIDRFamilyMissing"
-	// ReasonPrefixChanged: the existing IPv6 podCIDR is not in the machine's own prefix any more.
+	// ReasonPrefixChanged: the IPv6 podCIDR is no longer in the machine's own prefix.
 	// Fix: docs/guides/pod-cidrs.md#change-the-podcidrs-of-a-node.
 	ReasonPrefixChanged = "PodCIDRPrefixChanged"
 )
@@ -69,7 +62,7 @@ var (
 		"Number of pod CIDR problems that began, by the reason of their Event.", "reason"),
 		ReasonAllocatorConflict, ReasonAllocatorUnknown, ReasonClusterCIDRMissing, ReasonMachineUnknown, ReasonNotInitialized,
 		ReasonPrefixMissing, ReasonPrefixTooSmall, ReasonMaxPodsUnknown, ReasonExhausted, ReasonWriteFailed, ReasonOverlap,
-		ReasonTooLarge, ReasonInvalid, ReasonFamilyMissing, ReasonPrefixChanged, ReasonOutsidePodSubnets)
+		ReasonTooLarge, ReasonPrefixChanged, ReasonOutsidePodSubnets)
 
 	affectedNodes = metric.NewGaugeVec("talosccm_ipam_affected_nodes",
 		"Number of Nodes with a pod CIDR problem, by the reason of its Event.", "reason")

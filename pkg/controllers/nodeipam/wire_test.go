@@ -10,6 +10,8 @@ import (
 	"sync"
 	"sync/atomic"
 	"time"
+
+	"github.com/talos-ccm/talos-ccm/test/ctest"
 )
 
 // fault is how a write fails.
@@ -51,24 +53,25 @@ func calm(string) fault { return none }
 // plan sets the faults of later writes.
 func (w *wire) plan(faults func(path string) fault) { w.faults.Store(&faults) }
 
-// roundTripper implements http.RoundTripper with a function.
-type roundTripper func(*http.Request) (*http.Response, error)
-
-// RoundTrip implements http.RoundTripper.
-func (f roundTripper) RoundTrip(r *http.Request) (*http.Response, error) { return f(r) }
-
 func (w *wire) wrap(base http.RoundTripper) http.RoundTripper {
 	w.base = base
 
-	return roundTripper(w.roundTrip)
+	return ctest.RoundTripper(w.roundTrip)
 }
 
-// roundTrip restricts lists and watches to the Nodes of the process's world, and applies the faults to writes.
+// roundTrip restricts lists and watches to the Nodes of the process's world, and applies the faults to writes. Only the
+// controller's list, which has no resourceVersion, contains Nodes with labelUncached.
 func (w *wire) roundTrip(r *http.Request) (*http.Response, error) {
 	if strings.HasSuffix(r.URL.Path, "/nodes") {
 		r = r.Clone(r.Context())
 		query := r.URL.Query()
-		query.Set("labelSelector", w.selector)
+
+		selector := w.selector
+		if query.Has("resourceVersion") || query.Has("watch") {
+			selector += ",!" + labelUncached
+		}
+
+		query.Set("labelSelector", selector)
 		r.URL.RawQuery = query.Encode()
 	}
 

@@ -41,12 +41,10 @@ const (
 
 // Reasons of the Events on Services.
 const (
-	// ReasonNoEligibleNodes: no Node meets all requirements, as the message explains; the Service gets no addresses.
-	// Fix: docs/guides/load-balancer.md#choose-nodes, docs/guides/load-balancer.md#choose-addresses; with
-	// `externalTrafficPolicy: Local`, wait for a ready pod.
+	// ReasonNoEligibleNodes: no Node meets all requirements; the Service gets no addresses.
+	// Fix: as the message says, see docs/guides/load-balancer.md#choose-nodes, docs/guides/load-balancer.md#choose-addresses.
 	ReasonNoEligibleNodes = "NoEligibleNodes"
-	// ReasonNodesNotReady: no Node that could receive traffic is ready; addresses stay unless their Nodes are gone or
-	// excluded.
+	// ReasonNodesNotReady: no eligible Node is ready; addresses stay unless their Nodes are gone or excluded.
 	// Fix: check the kubelets, or select other Nodes.
 	ReasonNodesNotReady = "NodesNotReady"
 	// ReasonPortConflict: an older Service has the port on an address, or as its node port; the Service gets the other
@@ -60,15 +58,14 @@ const (
 	// ReasonTooManyPorts: the Service has more than 1,000 ports; it gets no addresses.
 	// Fix: divide it into several Services.
 	ReasonTooManyPorts = "TooManyPorts"
-	// ReasonUnsupportedProxyMode: kube-proxy uses IPVS on all Nodes that could receive traffic; the addresses stay.
+	// ReasonUnsupportedProxyMode: kube-proxy uses IPVS on all eligible Nodes; the addresses stay.
 	// Fix: set `cluster.proxy.mode: nftables` (Talos 1.14: `KubeProxyConfig`), and reboot, or use another load balancer.
 	ReasonUnsupportedProxyMode = "UnsupportedProxyMode"
 	// ReasonInvalidAnnotation: `talos-ccm.dev/node-selector` is no label selector or larger than 16 KiB or 100 requirements,
 	// or `talos-ccm.dev/addresses` has an unknown value; the addresses stay.
 	// Fix: correct it.
 	ReasonInvalidAnnotation = "InvalidAnnotation"
-	// ReasonOwnershipConflict: with `service.default`: another field manager has set the addresses of a Service without a
-	// class; the addresses stay.
+	// ReasonOwnershipConflict: another field manager has set the addresses of a Service without a class; they stay.
 	// Fix: allow one default per cluster; create the Service again with the right class.
 	ReasonOwnershipConflict = "OwnershipConflict"
 )

@@ -7,6 +7,8 @@ import (
 	"strings"
 
 	"github.com/invopop/jsonschema"
+
+	"github.com/talos-ccm/talos-ccm/pkg/rules"
 )
 
 // keys documents the keys of the file and completes their schema.
@@ -34,6 +36,8 @@ func (k *keys) describe(t reflect.Type, s *jsonschema.Schema, prefix string) {
 		elem, below := f.Type, path+"."
 		if elem.Kind() == reflect.Slice {
 			elem, below = elem.Elem(), path+"[]."
+		} else if elem.Kind() == reflect.Pointer {
+			elem = elem.Elem()
 		}
 
 		first, isKnown := k.first[elem]
@@ -43,9 +47,13 @@ func (k *keys) describe(t reflect.Type, s *jsonschema.Schema, prefix string) {
 		}
 
 		if prefix != "" {
-			fmt.Fprintf(&k.docs, "| `%s` | %s%s | %s |\n", path, typ, presence(f), text)
+			k.docs.WriteString(item(fmt.Sprintf("`%s` (%s%s): %s", path, typ, presence(f), text)))
 		} else {
-			fmt.Fprintf(&k.docs, "### `%s`\n\n%s\n| key | type | meaning |\n|---|---|---|\n", path, wrap(property.Description))
+			fmt.Fprintf(&k.docs, "### `%s`\n\n%s", path, wrap(property.Description))
+		}
+
+		if prefix == "" && elem.Kind() == reflect.Struct {
+			k.docs.WriteString("\n")
 		}
 
 		acceptNull(f, property)
@@ -99,7 +107,7 @@ func keyOf(f reflect.StructField) string {
 
 func isRequired(f reflect.StructField) bool { return !strings.Contains(f.Tag.Get("json"), ",") }
 
-// mapStrings returns the schemas of strings and of maps of them; nil for other types. Numbers and booleans are read as
+// mapStrings returns the schemas of strings, of maps of them, and of tables; nil for other types. Numbers and booleans are read as
 // strings, and a missing value in a map is an empty string.
 func mapStrings(t reflect.Type) *jsonschema.Schema {
 	types := []string{"string", "number", "boolean"}
@@ -111,6 +119,11 @@ func mapStrings(t reflect.Type) *jsonschema.Schema {
 		values := &jsonschema.Schema{Extras: map[string]any{"type": append(types, "null")}}
 
 		return &jsonschema.Schema{Type: "object", AdditionalProperties: values}
+	case reflect.TypeFor[rules.Tables]():
+		table := mapStrings(t.Elem())
+		table.Type, table.Extras = "", map[string]any{"type": []string{"object", "null"}}
+
+		return &jsonschema.Schema{Type: "object", AdditionalProperties: table}
 	default:
 		return nil
 	}
@@ -134,7 +147,7 @@ func typeName(s *jsonschema.Schema) string {
 	}
 }
 
-// verb matches the verb of a comment that a table does not need.
+// verb matches the verb of a comment that a list does not need.
 var verb = regexp.MustCompile(`^(is|are) `)
 
 // line matches what fits into a line of less than 120 characters.
@@ -142,3 +155,11 @@ var line = regexp.MustCompile(`(.{1,119})( |$)`)
 
 // wrap breaks text, which has single spaces, into lines.
 func wrap(text string) string { return line.ReplaceAllString(text, "$1\n") }
+
+// itemLine matches what fits into an indented line.
+var itemLine = regexp.MustCompile(`(.{1,117})( |$)`)
+
+// item returns text, which has single spaces, as an item of a list.
+func item(text string) string {
+	return "- " + strings.TrimSuffix(itemLine.ReplaceAllString(text, "$1\n  "), "  ")
+}

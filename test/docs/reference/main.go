@@ -1,4 +1,4 @@
-// Command reference generates the JSON schema of the configuration file and the tables of docs/reference: the keys of the
+// Command reference generates the JSON schema of the configuration file and the lists of docs/reference: the keys of the
 // file from the types of package config, metrics from their definitions, Events and labels from constants, all with their
 // comments. It also copies the RBAC of the extension to the Helm chart, because Flux drops symbolic links. It runs in its
 // own directory (go generate).
@@ -40,7 +40,7 @@ func main() {
 	}
 }
 
-// region matches a generated part of a page. Its first line names the kind of the table and the packages.
+// region matches a generated part of a page. Its first line names the kind of the list and the packages.
 var region = regexp.MustCompile(`(?s)(<!-- generated: ([^>]+) -->\n).*?(<!-- end -->\n)`)
 
 // generate returns the content of the generated files by name, relative to the directory of this package.

@@ -14,33 +14,27 @@ import (
 	"strings"
 )
 
-// tables has the rows of tables by kind or, except for metrics, by kind and directory, such as "events pkg/ccm".
+// tables has the items of lists by kind or, except for metrics, by kind and directory, such as "events pkg/ccm".
 type tables map[string]string
 
-var heads = map[string]string{
-	"events":  "| reason | cause | fix |\n|---|---|---|\n",
-	"labels":  "| key | meaning |\n|---|---|\n",
-	"metrics": "| metric | labels | meaning |\n|---|---|---|\n",
-}
-
-// take removes and returns the table of a kind with the rows of directories, both separated by spaces.
+// take removes and returns the list of a kind with the items of directories, both separated by spaces.
 func (t tables) take(spec string) string {
 	kind, dirs, _ := strings.Cut(spec, " ")
-	table := []string{heads[kind]}
+
+	var list strings.Builder
 
 	for dir := range strings.SplitSeq(dirs, " ") {
 		key := strings.TrimSpace(kind + " " + dir)
-		table = append(table, t[key])
+		list.WriteString(t[key])
 		delete(t, key)
 	}
 
-	return strings.Join(table, "")
+	return list.String()
 }
 
-// add appends a row. Paths of headings become links.
-func (t tables) add(key string, cells ...string) {
-	row := "| " + strings.TrimSuffix(strings.Join(cells, " | "), ".") + " |\n"
-	t[key] += headingPath.ReplaceAllStringFunc(strings.ReplaceAll(row, "  ", " "), link)
+// add appends an item. Paths of headings become links.
+func (t tables) add(key, text string) {
+	t[key] += item(headingPath.ReplaceAllStringFunc(strings.TrimSuffix(text, ".")+".", link))
 }
 
 // scan adds the constants and metrics of all packages in a directory of the repository.
@@ -101,21 +95,30 @@ func (t tables) constants(dir string, decl *ast.GenDecl) error {
 				return fmt.Errorf("%s of %s: want the comment %[1]s: cause. Fix: fix. or %[1]s (Normal): cause", name, dir)
 			}
 
-			t.add("events "+dir, strings.TrimSpace(code+" "+match[3]), match[1]+match[4], match[2])
+			t.add("events "+dir, event(code, match))
 		case !labelName.MatchString(name) || !strings.Contains(code, "/"):
 		case comment == "":
 			return fmt.Errorf("%s of %s: want a comment", name, dir)
 		default:
-			t.add("labels "+dir, code, verb.ReplaceAllString(strings.TrimSpace(comment), ""))
+			t.add("labels "+dir, code+": "+verb.ReplaceAllString(strings.TrimSpace(comment), ""))
 		}
 	}
 
 	return nil
 }
 
+// event returns the item of an Event.
+func event(code string, match []string) string {
+	if match[2] == "" {
+		return code + " " + match[3] + ": " + match[4]
+	}
+
+	return code + ": " + match[1] + ". Fix: " + match[2]
+}
+
 var (
 	constructor = regexp.MustCompile(`^New(Counter|Gauge|Histogram)(Vec)?$`)
-	// number matches what the text of a metric begins with and a table does not need.
+	// number matches what the text of a metric begins with and a list does not need.
 	number = regexp.MustCompile(`^Number of (times that )?`)
 )
 
@@ -139,7 +142,12 @@ func (t tables) metric(call *ast.CallExpr) {
 		}
 	}
 
-	t.add("metrics", "`"+args[0]+"`", strings.Join(args[2:], ", "), number.ReplaceAllString(args[1], ""))
+	name := args[0]
+	if len(args) > 2 {
+		name += "{" + strings.Join(args[2:], ",") + "}"
+	}
+
+	t.add("metrics", "`"+name+"`: "+number.ReplaceAllString(args[1], ""))
 }
 
 // literal returns the value of a string literal or of a sum of literals; empty for other expressions.

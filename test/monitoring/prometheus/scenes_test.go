@@ -13,6 +13,7 @@ process_start_time_seconds{a} 100x540
 leader_election_master_status{a, name=lease} 1x540
 leader_election_master_status{bc, name=lease} 0x540
 talosccm_build_info{abc, version="v1.0.0"} 1x540
+talosccm_config_info{abc, hash="1"} 1x540
 talosccm_config_valid{abc} 1x540
 talosccm_machines{a, condition="Current"} 10x540
 talosccm_machine_up{a, node="w1"} 1x540
@@ -25,7 +26,6 @@ talosccm_watch_restarts_total{a} 0+0x540
 talosccm_api_requests_total{a, method="List", code="OK"} 0+90x540
 talosccm_api_requests_total{a, method="Watch", code="Canceled"} 0+4x540
 talosccm_api_requests_total{a, method="Get", code="NotFound"} 0+4x540
-talosccm_node_syncs_total{a, result="unchanged"} 0+10x540
 talosccm_nodes_uninitialized{ab} 0x540
 talosccm_reconcile_errors_total{a, controller="cloud-node"} 3+0x540
 talosccm_token_expiry_timestamp_seconds{ab} 3600+60x540
@@ -84,6 +84,12 @@ talosccm_build_info{c, version="v1.1.0"} 1x540`},
 
 var configuration = []scene{
 	{"a bad configuration", 6 * time.Minute, "TalosCCMConfigInvalid", "", `talosccm_config_valid{b} 0x540`},
+	{"a different configuration", 31 * time.Minute, "TalosCCMConfigsDiffer", "", `
+talosccm_config_info{b, hash="1"} _x540
+talosccm_config_info{b, hash="2"} 1x540`},
+	{"a configuration that is applied within 20 minutes", 40 * time.Minute, "", "TalosCCMConfigsDiffer", `
+talosccm_config_info{b, hash="1"} _x20 1x500
+talosccm_config_info{b, hash="2"} 1x19 _x500`},
 	{"a bad configuration that is soon mended", 10 * time.Minute, "", "TalosCCMConfigInvalid", `talosccm_config_valid{b} 1x5 0x3 1x500`},
 	{"the first value that is left out", 2 * time.Hour, "TalosCCMValuesSkipped", "", `talosccm_transformer_errors_total{a, type="labels"} _x100 1x400`},
 	{"one more value that is left out", 2 * time.Hour, "TalosCCMValuesSkipped", "", `talosccm_transformer_errors_total{a, type="taints"} 2x100 3x400`},
