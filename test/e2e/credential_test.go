@@ -52,7 +52,7 @@ func enforcePinning(t *testing.T) {
 // That is the default for the Nodes of the control plane.
 func TestServingCertificates_AreNotIssuedToBootstrapToken(t *testing.T) {
 	eventually(t, checkNodesInitialized)
-	eventually(t, checkServingCertificate(bed.ControlPlane.Name(), bed.ControlPlane.Address()))
+	eventually(t, checkServingCertificate(controlPlane.Name(), controlPlane.Address()))
 
 	token := anonymousConfig(t)
 	token.BearerToken = bootstrapToken(t)
@@ -71,7 +71,7 @@ func TestServingCertificates_AreNotIssuedToBootstrapToken(t *testing.T) {
 
 		return checkCertificate(*request, nil)
 	})
-	t.Logf("the bootstrap token obtained a client certificate for %s after %s", bed.ControlPlane.Name(), took.Round(time.Millisecond))
+	t.Logf("the bootstrap token obtained a client certificate for %s after %s", controlPlane.Name(), took.Round(time.Millisecond))
 
 	start := time.Now()
 	name, _ = requestCertificate(t, stolen, certificatesv1.KubeletServingSignerName, certificatesv1.UsageServerAuth)
@@ -103,7 +103,7 @@ func TestDocs_LimitsBootstrapToken(t *testing.T) {
 
 	// Tests that reinstall the worker need the old token.
 	t.Cleanup(func() {
-		patchMachine(t, bed.Worker, "no-reboot", fmt.Sprintf("cluster: {token: %s.%s}", before.ID(), before.Secret()))
+		patchMachine(t, worker, "no-reboot", fmt.Sprintf("cluster: {token: %s.%s}", before.ID(), before.Secret()))
 
 		// Talos 1.13 and later do not recreate the Secret, because the inventory of bootstrap manifests contains it.
 		secret.ResourceVersion, secret.UID = "", ""
@@ -111,7 +111,7 @@ func TestDocs_LimitsBootstrapToken(t *testing.T) {
 			assert.NoError(t, err)
 		}
 	})
-	patchMachine(t, bed.Worker, "no-reboot", yamlBlocks(t, servingPage, "Limit the bootstrap token")[0])
+	patchMachine(t, worker, "no-reboot", yamlBlocks(t, servingPage, "Limit the bootstrap token")[0])
 	require.NoError(t, secrets.Delete(t.Context(), secret.Name, metav1.DeleteOptions{}))
 
 	took := eventually(t, func(ctx context.Context) error {
@@ -123,11 +123,11 @@ func TestDocs_LimitsBootstrapToken(t *testing.T) {
 	})
 	t.Logf("the old token was invalid after %s", took.Round(time.Millisecond))
 
-	require.NoError(t, bed.Worker.Reboot(t.Context()))
+	require.NoError(t, worker.Reboot(t.Context()))
 
 	start := time.Now()
 	took = eventually(t, func(ctx context.Context) error {
-		lease, err := client.CoordinationV1().Leases(corev1.NamespaceNodeLease).Get(ctx, bed.Worker.Name(), metav1.GetOptions{})
+		lease, err := client.CoordinationV1().Leases(corev1.NamespaceNodeLease).Get(ctx, worker.Name(), metav1.GetOptions{})
 
 		switch {
 		case err != nil:
@@ -167,7 +167,7 @@ func anonymousConfig(t *testing.T) *rest.Config {
 func bootstrapToken(t *testing.T) string {
 	t.Helper()
 
-	config, err := clientcmd.BuildConfigFromFlags("", filepath.Join(bed.Worker.Root(), constants.KubeletBootstrapKubeconfig))
+	config, err := clientcmd.BuildConfigFromFlags("", filepath.Join(worker.Root(), constants.KubeletBootstrapKubeconfig))
 	require.NoError(t, err)
 
 	return config.BearerToken
@@ -184,7 +184,7 @@ func requestCertificate(t *testing.T, credential *rest.Config, signer string, us
 	private, err := keyutil.ParsePrivateKeyPEM(key)
 	require.NoError(t, err)
 
-	subject := pkix.Name{CommonName: "system:node:" + bed.ControlPlane.Name(), Organization: []string{"system:nodes"}}
+	subject := pkix.Name{CommonName: "system:node:" + controlPlane.Name(), Organization: []string{"system:nodes"}}
 
 	var (
 		names []string
@@ -192,7 +192,7 @@ func requestCertificate(t *testing.T, credential *rest.Config, signer string, us
 	)
 
 	if usage == certificatesv1.UsageServerAuth {
-		names, ips = []string{bed.ControlPlane.Name()}, []net.IP{bed.ControlPlane.Address().AsSlice()}
+		names, ips = []string{controlPlane.Name()}, []net.IP{controlPlane.Address().AsSlice()}
 	}
 
 	text, err := cert.MakeCSR(private, &subject, names, ips)

@@ -44,6 +44,13 @@ const (
 func eventually(t *testing.T, condition func(ctx context.Context) error) time.Duration {
 	t.Helper()
 
+	return eventuallyWithin(t, timeout, condition)
+}
+
+// eventuallyWithin is eventually with another timeout.
+func eventuallyWithin(t *testing.T, timeout time.Duration, condition func(ctx context.Context) error) time.Duration {
+	t.Helper()
+
 	var last error
 
 	start := time.Now()
@@ -144,13 +151,19 @@ func checkInitializedAs(ctx context.Context, m *talos.Machine, name, providerID 
 	return nil
 }
 
-// checkNodesInitialized returns an error unless both Nodes are initialized.
+// checkNodesInitialized returns an error unless all Nodes are initialized.
 func checkNodesInitialized(ctx context.Context) error {
-	return errors.Join(checkInitialized(ctx, bed.ControlPlane), checkInitialized(ctx, bed.Worker))
+	for _, m := range bed.Machines() {
+		if err := checkInitialized(ctx, m); err != nil {
+			return err
+		}
+	}
+
+	return nil
 }
 
 func TestNodes_AreInitialized(t *testing.T) {
-	t.Logf("both Nodes were initialized after %s", eventually(t, checkNodesInitialized))
+	t.Logf("all Nodes were initialized after %s", eventually(t, checkNodesInitialized))
 
 	for _, m := range bed.Machines() {
 		node := nodeOf(t, m)
@@ -200,11 +213,11 @@ func TestExtension_NeedsNoKubernetesTalosAPIAccess(t *testing.T) {
 
 func TestNodes_FollowPublicAddress(t *testing.T) {
 	eventually(t, checkNodesInitialized)
-	requireAddressUpdates(t, bed.Worker, netip.MustParsePrefix("203.0.113.7/32"))
+	requireAddressUpdates(t, worker, netip.MustParsePrefix("203.0.113.7/32"))
 }
 
 // requireAddressUpdates adds a public address to m, removes it, and requires each change on the Node within two seconds.
-// Before, it waits until talos-ccm watches both machines.
+// Before, it waits until talos-ccm watches all machines.
 func requireAddressUpdates(t *testing.T, m *talos.Machine, prefix netip.Prefix) {
 	t.Helper()
 
@@ -268,7 +281,7 @@ func (want presence) check(got presence, format string, args ...any) error {
 
 func TestExtension_IdlesOnWorker(t *testing.T) {
 	eventually(t, func(ctx context.Context) error {
-		state, err := resource[*v1alpha1.Service](ctx, bed.Worker, service)
+		state, err := resource[*v1alpha1.Service](ctx, worker, service)
 		if err != nil {
 			return err
 		}
@@ -277,7 +290,7 @@ func TestExtension_IdlesOnWorker(t *testing.T) {
 			return errors.New("the service is not running on the worker")
 		}
 
-		log, err := bed.Worker.Logs(ctx, service)
+		log, err := worker.Logs(ctx, service)
 		require.NotContains(t, log, "lease", "the instance on the worker takes part in leader election")
 
 		if err == nil && !strings.Contains(log, "Waiting for the local machine to become a control-plane machine") {

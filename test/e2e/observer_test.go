@@ -26,6 +26,8 @@ import (
 	"k8s.io/client-go/tools/cache"
 	cloudproviderapi "k8s.io/cloud-provider/api"
 	"k8s.io/utils/ptr"
+
+	"github.com/talos-ccm/talos-ccm/pkg/noderecord"
 )
 
 // leaseName is the name of talos-ccm's leader election lease.
@@ -190,7 +192,9 @@ func (o *observer) finish(t *testing.T, sequences ...string) {
 func persistentFields(node *corev1.Node) *corev1.Node {
 	persistent := &corev1.Node{
 		ObjectMeta: metav1.ObjectMeta{
-			Name: node.Name, UID: node.UID, Labels: withoutKey(node.Labels, versionLabel), Annotations: withoutKey(node.Annotations, constants.AnnotationCordonedKey),
+			Name: node.Name, UID: node.UID,
+			Labels:      withoutKeys(node.Labels, versionLabel, noderecord.LabelVersion, noderecord.LabelConfig),
+			Annotations: withoutKeys(node.Annotations, constants.AnnotationCordonedKey),
 		},
 		Spec:   *node.Spec.DeepCopy(),
 		Status: corev1.NodeStatus{Addresses: node.Status.Addresses},
@@ -206,10 +210,10 @@ func persistentFields(node *corev1.Node) *corev1.Node {
 	return persistent
 }
 
-// withoutKey returns a copy of a map without a key.
-func withoutKey(all map[string]string, key string) map[string]string {
+// withoutKeys returns a copy of a map without some keys.
+func withoutKeys(all map[string]string, keys ...string) map[string]string {
 	rest := maps.Clone(all)
-	delete(rest, key)
+	maps.DeleteFunc(rest, func(key, _ string) bool { return slices.Contains(keys, key) })
 
 	return rest
 }

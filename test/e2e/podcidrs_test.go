@@ -29,8 +29,8 @@ func TestPodCIDRs(t *testing.T) {
 	}
 
 	addresses := map[string]netip.Prefix{
-		bed.ControlPlane.Name(): netip.MustParsePrefix("2001:db8:77:a::2/64"),
-		bed.Worker.Name():       netip.MustParsePrefix("2001:db8:77:b::3/64"),
+		controlPlane.Name(): netip.MustParsePrefix("2001:db8:77:a::2/64"),
+		worker.Name():       netip.MustParsePrefix("2001:db8:77:b::3/64"),
 	}
 
 	for _, m := range bed.Machines() {

@@ -81,12 +81,12 @@ var calls = regexp.MustCompile(`\[(/[^]]+)\] .*talos-role=([^;)]*)`)
 
 // checkStated returns an error unless the control-plane machine has stated its kubelet's client certificate.
 func checkStated(ctx context.Context) error {
-	file, err := bed.Shell(ctx, fmt.Sprintf("talosctl -n %s read %s/kubelet-client-current.pem", bed.ControlPlane.Address(), constants.KubeletPKIDir))
+	file, err := bed.Shell(ctx, fmt.Sprintf("talosctl -n %s read %s/kubelet-client-current.pem", controlPlane.Address(), constants.KubeletPKIDir))
 	if err != nil {
 		return err
 	}
 
-	node, err := getNode(ctx, bed.ControlPlane.Name())
+	node, err := getNode(ctx, controlPlane.Name())
 	if err != nil {
 		return err
 	}
@@ -103,7 +103,7 @@ func TestExtension_UsesAdminRoleOnlyForDocumentedCalls(t *testing.T) {
 	eventually(t, checkNodesInitialized)
 	t.Logf("the kubelet's certificate was stated after %s", eventually(t, checkStated).Round(time.Millisecond))
 
-	log, err := bed.ControlPlane.Logs(t.Context(), "machined")
+	log, err := controlPlane.Logs(t.Context(), "machined")
 	require.NoError(t, err)
 
 	counts := map[string]int{}

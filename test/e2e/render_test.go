@@ -68,7 +68,7 @@ func TestRender_MatchesNodes(t *testing.T) {
 	applyConfig(t, renderRules)
 
 	for _, m := range bed.Machines() {
-		saved := filepath.Join(t.TempDir(), "machine.json")
+		saved := filepath.Join(t.TempDir(), "machine.yaml")
 		shell(t, binaryPath()+" render -o machine --node "+m.Address().String()+" > "+saved)
 
 		for source, flags := range map[string]string{

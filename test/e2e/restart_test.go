@@ -28,7 +28,7 @@ func TestExtension_RestartsAfterKill(t *testing.T) {
 
 	eventually(t, checkLeaseRenewed)
 	eventually(t, checkNodesInitialized)
-	requireAddressUpdates(t, bed.Worker, netip.MustParsePrefix("203.0.113.8/32"))
+	requireAddressUpdates(t, worker, netip.MustParsePrefix("203.0.113.8/32"))
 }
 
 // awaitProcesses waits until talos-ccm is running on m, and returns its PIDs.
@@ -57,16 +57,16 @@ func processes(m *talos.Machine) ([]int, error) {
 func TestNodes_SurviveWorkerReboot(t *testing.T) {
 	eventually(t, checkNodesInitialized)
 
-	require.NoError(t, bed.Worker.Reboot(t.Context()))
+	require.NoError(t, worker.Reboot(t.Context()))
 
-	awaitTalosAPI(t, bed.Worker)
+	awaitTalosAPI(t, worker)
 	eventually(t, checkNodesInitialized)
 
 	// The Node follows only if talos-ccm has connected to the machine again. Wait for the removal: after the next reboot, the
 	// kubelet would request a certificate for an address that is still on the Node.
 	prefix := netip.MustParsePrefix("203.0.113.9/32")
-	addAddress(t, bed.Worker, prefix)
-	removeAddress(t, bed.Worker, prefix)
+	addAddress(t, worker, prefix)
+	removeAddress(t, worker, prefix)
 }
 
 // awaitTalosAPI waits until m's apid responds.
@@ -85,14 +85,14 @@ func TestExtension_RunsWithoutNetwork(t *testing.T) {
 
 	eventually(t, checkNodesInitialized)
 	requireWithin(t, limit, func() time.Duration {
-		after := bootWithLinkDown(t, bed.Worker)
+		after := bootWithLinkDown(t, worker)
 		t.Logf("%s was running %s after machined", service, after.Round(time.Millisecond))
 
 		return after
 	})
-	require.NoError(t, bed.Worker.SetLink(t.Context(), "up"))
+	require.NoError(t, worker.SetLink(t.Context(), "up"))
 
-	awaitTalosAPI(t, bed.Worker)
+	awaitTalosAPI(t, worker)
 	eventually(t, checkNodesInitialized)
 }
 

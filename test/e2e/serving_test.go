@@ -103,21 +103,21 @@ func TestServingCertificates_MatchKubelets(t *testing.T) {
 
 func TestServingCertificates_AreRenewedForAddedAddress(t *testing.T) {
 	eventually(t, checkNodesInitialized)
-	eventually(t, checkServingCertificate(bed.Worker.Name(), bed.Worker.Address()))
+	eventually(t, checkServingCertificate(worker.Name(), worker.Address()))
 
 	prefix := netip.MustParsePrefix("203.0.113.20/32")
 	start := time.Now()
 
-	addAddress(t, bed.Worker, prefix)
+	addAddress(t, worker, prefix)
 
 	// After a denial for an address that an earlier test removed, the kubelet backs off for up to 30 s.
-	eventually(t, checkServingCertificate(bed.Worker.Name(), bed.Worker.Address(), prefix.Addr()))
+	eventually(t, checkServingCertificate(worker.Name(), worker.Address(), prefix.Addr()))
 	t.Logf("a certificate for the address was issued after %s", time.Since(start).Round(time.Millisecond))
 
-	eventually(t, func(ctx context.Context) error { return checkKubelet(ctx, bed.Worker, prefix.Addr()) })
+	eventually(t, func(ctx context.Context) error { return checkKubelet(ctx, worker, prefix.Addr()) })
 	t.Logf("the kubelet used it after %s", time.Since(start).Round(time.Millisecond))
 
-	removeAddress(t, bed.Worker, prefix)
+	removeAddress(t, worker, prefix)
 }
 
 // TestServingCertificates_AreIssuedAfterReinstallation reinstalls the worker: it has the same Node, a new Talos node ID,
@@ -126,15 +126,15 @@ func TestServingCertificates_AreIssuedAfterReinstallation(t *testing.T) {
 	eventually(t, checkNodesInitialized)
 	enforcePinning(t)
 
-	node, identity := nodeOf(t, bed.Worker).UID, identityOf(t, bed.Worker)
+	node, identity := nodeOf(t, worker).UID, identityOf(t, worker)
 	start := time.Now()
 
 	install(t)
-	eventually(t, func(ctx context.Context) error { return checkKubelet(ctx, bed.Worker, bed.Worker.Address()) })
+	eventually(t, func(ctx context.Context) error { return checkKubelet(ctx, worker, worker.Address()) })
 	t.Logf("the kubelet used a certificate %s after the installation", time.Since(start).Round(time.Millisecond))
 
-	assert.NotEqual(t, identity, identityOf(t, bed.Worker), "node ID of the machine")
-	assert.Equal(t, node, nodeOf(t, bed.Worker).UID, "UID of the Node")
+	assert.NotEqual(t, identity, identityOf(t, worker), "node ID of the machine")
+	assert.Equal(t, node, nodeOf(t, worker).UID, "UID of the Node")
 }
 
 // TestServingCertificates_AreIssuedToReinstalledControlPlane reinstalls the control plane and restores etcd. By default,
@@ -145,7 +145,7 @@ func TestServingCertificates_AreIssuedToReinstalledControlPlane(t *testing.T) {
 
 	recorded := func(label, before string) time.Duration {
 		return eventually(t, func(ctx context.Context) error {
-			node, err := getNode(ctx, bed.ControlPlane.Name())
+			node, err := getNode(ctx, controlPlane.Name())
 			if err == nil && (node.Labels[label] == "" || node.Labels[label] == before) {
 				err = fmt.Errorf("%s has labels %v", node.Name, node.Labels)
 			}
@@ -155,7 +155,7 @@ func TestServingCertificates_AreIssuedToReinstalledControlPlane(t *testing.T) {
 	}
 	recorded(noderecord.LabelCredential, "")
 
-	m, before, identity := bed.ControlPlane, nodeOf(t, bed.ControlPlane), identityOf(t, bed.ControlPlane)
+	m, before, identity := controlPlane, nodeOf(t, controlPlane), identityOf(t, controlPlane)
 	snapshot := filepath.Join(t.TempDir(), "etcd.snapshot")
 	start := time.Now()
 

@@ -18,6 +18,7 @@ import (
 
 	"github.com/talos-ccm/talos-ccm/pkg/ccm"
 	"github.com/talos-ccm/talos-ccm/pkg/settings"
+	"github.com/talos-ccm/talos-ccm/test/talos"
 )
 
 // maxConfigDelay is the documented maximum time until a change of the configuration reaches the Nodes.
@@ -32,7 +33,7 @@ const documentHead = "apiVersion: v1alpha1\nkind: ExtensionServiceConfig\nname: 
 // patchDocument patches talos-ccm's ExtensionServiceConfig document on the control plane.
 func patchDocument(t *testing.T, body string) {
 	t.Helper()
-	patchMachine(t, bed.ControlPlane, "no-reboot", documentHead+body)
+	patchMachine(t, controlPlane, "no-reboot", documentHead+body)
 }
 
 // applyConfig sets the content of talos-ccm's configuration file until the test ends.
@@ -67,7 +68,7 @@ func activeConfig(t *testing.T) (active *config.MachineConfig) {
 	t.Helper()
 
 	eventually(t, func(ctx context.Context) (err error) {
-		active, err = resource[*config.MachineConfig](ctx, bed.ControlPlane, config.ActiveID)
+		active, err = resource[*config.MachineConfig](ctx, controlPlane, config.ActiveID)
 
 		return err
 	})
@@ -95,6 +96,11 @@ func checkLabel(key, value string) func(context.Context) error {
 
 // checkEvent returns a condition: the control plane's Node has an Event with the reason since a time.
 func checkEvent(reason string, since time.Time) func(context.Context) error {
+	return checkEventOf(controlPlane, reason, since)
+}
+
+// checkEventOf returns a condition: the Node of m has an Event with the reason since a time.
+func checkEventOf(m *talos.Machine, reason string, since time.Time) func(context.Context) error {
 	return func(ctx context.Context) error {
 		events, err := client.CoreV1().Events(metav1.NamespaceDefault).List(ctx, metav1.ListOptions{FieldSelector: "reason=" + reason})
 		if err != nil {
@@ -102,12 +108,12 @@ func checkEvent(reason string, since time.Time) func(context.Context) error {
 		}
 
 		for _, e := range events.Items {
-			if e.InvolvedObject.Name == bed.ControlPlane.Name() && !e.LastTimestamp.Time.Before(since.Truncate(time.Second)) {
+			if e.InvolvedObject.Name == m.Name() && !e.LastTimestamp.Time.Before(since.Truncate(time.Second)) {
 				return nil
 			}
 		}
 
-		return fmt.Errorf("%s has no Event %s", bed.ControlPlane.Name(), reason)
+		return fmt.Errorf("%s has no Event %s", m.Name(), reason)
 	}
 }
 
@@ -120,7 +126,7 @@ func metric(ctx context.Context, name string) (string, error) {
 
 	// The metrics port listens on the loopback interface, with a self-signed certificate.
 	config.Host = "https://127.0.0.1:10459"
-	config.Dial = bed.ControlPlane.DialContext
+	config.Dial = controlPlane.DialContext
 	config.CAData, config.Insecure = nil, true
 
 	admin, err := kubernetes.NewForConfig(config)
@@ -163,7 +169,7 @@ func TestConfiguration_AppliesWithoutRestart(t *testing.T) {
 	eventually(t, checkNodesInitialized)
 	eventually(t, checkLeaseRenewed)
 
-	before := awaitProcesses(t, bed.ControlPlane)
+	before := awaitProcesses(t, controlPlane)
 
 	t.Cleanup(func() { removeDocument(t) })
 	requireWithin(t, maxConfigDelay, func() time.Duration {
@@ -185,7 +191,7 @@ func TestConfiguration_AppliesWithoutRestart(t *testing.T) {
 	})
 	requireWithin(t, maxConfigDelay, func() time.Duration { return correctInvalidConfig(t, label) })
 
-	assert.Equal(t, before, awaitProcesses(t, bed.ControlPlane), "PIDs of talos-ccm")
+	assert.Equal(t, before, awaitProcesses(t, controlPlane), "PIDs of talos-ccm")
 }
 
 // correctInvalidConfig requires that talos-ccm reports an invalid configuration and keeps the last valid one. It then
@@ -223,13 +229,13 @@ func TestEnvironment_ReplacesProcess(t *testing.T) {
 	eventually(t, checkLeaseRenewed)
 	t.Cleanup(func() { removeDocument(t) })
 
-	before := awaitProcesses(t, bed.ControlPlane)
+	before := awaitProcesses(t, controlPlane)
 
 	patchDocument(t, "environment:\n  - TALOS_CCM_V=4\n")
 	t.Logf("the process had the variable after %s", eventually(t, checkEnvironment("TALOS_CCM_V=4", present)).Round(time.Millisecond))
 	t.Logf("it held the lease %s later", eventually(t, checkLeaseRenewed).Round(time.Millisecond))
 
-	assert.Equal(t, before, awaitProcesses(t, bed.ControlPlane), "PIDs of talos-ccm")
+	assert.Equal(t, before, awaitProcesses(t, controlPlane), "PIDs of talos-ccm")
 
 	start := time.Now()
 
@@ -246,7 +252,7 @@ func TestEnvironment_ReplacesProcess(t *testing.T) {
 // checkEnvironment returns a condition: the environment of talos-ccm on the control plane has, or lacks, a variable.
 func checkEnvironment(variable string, want presence) func(context.Context) error {
 	return func(context.Context) error {
-		pids, err := processes(bed.ControlPlane)
+		pids, err := processes(controlPlane)
 		if err != nil {
 			return err
 		}

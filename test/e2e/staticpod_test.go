@@ -13,6 +13,7 @@ import (
 	"os"
 	"path/filepath"
 	"regexp"
+	"strconv"
 	"strings"
 	"testing"
 	"time"
@@ -101,7 +102,7 @@ func pushImage(t *testing.T, manifest string) {
 // Prefixes of holder identities: the extension's is derived from its machine, a pod's from the host name.
 const (
 	extensionHolder = "talos-ccm_"
-	podHolder       = "talos-cp_"
+	podHolder       = "talos-cp-1_"
 )
 
 // checkLeaseHeldBy returns a condition: an instance whose identity begins with prefix holds and renews the lease.
@@ -116,15 +117,15 @@ func checkLeaseHeldBy(prefix string) func(context.Context) error {
 	}
 }
 
-// checkMachinesCurrent returns an error unless the instance on the control plane watches both machines.
+// checkMachinesCurrent returns an error unless the instance on the control plane watches all machines.
 func checkMachinesCurrent(ctx context.Context) error {
-	return checkMetric(ctx, `talosccm_machines{condition="Current"}`, "2")
+	return checkMetric(ctx, `talosccm_machines{condition="Current"}`, strconv.Itoa(len(bed.Machines())))
 }
 
-// controlService starts or stops the extension on the control plane with talosctl.
-func controlService(t *testing.T, action string) {
+// controlService starts or stops the extension on m with talosctl.
+func controlService(t *testing.T, m *talos.Machine, action string) {
 	t.Helper()
-	shell(t, fmt.Sprintf("talosctl -n %s service %s %s", bed.ControlPlane.Address(), service, action))
+	shell(t, fmt.Sprintf("talosctl -n %s service %s %s", m.Address(), service, action))
 }
 
 // patchMachine patches the configuration of m with talosctl.
@@ -143,7 +144,7 @@ func editControlPlane(t *testing.T, change func(*v1alpha1.MachineConfig)) {
 
 	ctx := context.WithoutCancel(t.Context())
 
-	api, err := bed.ControlPlane.TalosClient(ctx)
+	api, err := controlPlane.TalosClient(ctx)
 	require.NoError(t, err)
 	defer api.Close() //nolint:errcheck // all calls have ended
 
@@ -165,12 +166,12 @@ func editControlPlane(t *testing.T, change func(*v1alpha1.MachineConfig)) {
 func failOverToPod(t *testing.T, address string) {
 	t.Helper()
 
-	controlService(t, "stop")
-	t.Cleanup(func() { controlService(t, "start") })
+	controlService(t, controlPlane, "stop")
+	t.Cleanup(func() { controlService(t, controlPlane, "start") })
 	t.Cleanup(func() { logPods(t) })
 
 	t.Logf("the pod held the lease %s after the extension was stopped", eventually(t, checkLeaseHeldBy(podHolder)).Round(time.Millisecond))
-	requireAddressUpdates(t, bed.Worker, netip.MustParsePrefix(address))
+	requireAddressUpdates(t, worker, netip.MustParsePrefix(address))
 }
 
 // failBackToExtension waits until the pod is deleted, starts the extension, and requires that it acquires the lease and
@@ -179,10 +180,10 @@ func failBackToExtension(t *testing.T, address string) {
 	t.Helper()
 
 	eventually(t, checkNoPods)
-	controlService(t, "start")
+	controlService(t, controlPlane, "start")
 
 	t.Logf("the extension held the lease %s after it was started", eventually(t, checkLeaseHeldBy(extensionHolder)).Round(time.Millisecond))
-	requireAddressUpdates(t, bed.Worker, netip.MustParsePrefix(address))
+	requireAddressUpdates(t, worker, netip.MustParsePrefix(address))
 }
 
 // podSelector selects the pods of talos-ccm.
@@ -226,7 +227,7 @@ func insertCredentials(t *testing.T, manifest string) string {
 	t.Helper()
 
 	path := filepath.Join(t.TempDir(), "talosconfig")
-	shell(t, fmt.Sprintf("talosctl -n %s config new %s --roles os:reader --crt-ttl 8760h", bed.ControlPlane.Address(), path))
+	shell(t, fmt.Sprintf("talosctl -n %s config new %s --roles os:reader --crt-ttl 8760h", controlPlane.Address(), path))
 
 	talosconfig, err := clientconfig.Open(path)
 	require.NoError(t, err)
@@ -256,12 +257,12 @@ func TestDocs_StaticPodWorks(t *testing.T) {
 	pushImage(t, manifest)
 
 	// Talos in a container cannot reboot itself to apply the patch.
-	patchMachine(t, bed.ControlPlane, "staged", insertCredentials(t, manifest))
+	patchMachine(t, controlPlane, "staged", insertCredentials(t, manifest))
 	t.Cleanup(func() { editControlPlane(t, func(m *v1alpha1.MachineConfig) { m.MachinePods = nil }) }) //nolint:staticcheck // the field that the page uses
 
-	require.NoError(t, bed.ControlPlane.Reboot(t.Context()))
+	require.NoError(t, controlPlane.Reboot(t.Context()))
 
-	awaitTalosAPI(t, bed.ControlPlane)
+	awaitTalosAPI(t, controlPlane)
 	failOverToPod(t, "203.0.113.30/32")
 
 	editControlPlane(t, func(m *v1alpha1.MachineConfig) { m.MachinePods = nil }) //nolint:staticcheck // the field that the page uses
@@ -310,7 +311,7 @@ func TestDocs_DeploymentWorks(t *testing.T) {
 	access, deployment := yamlBlocks(t, podsPage, "Deployment")[0], renderedChart(t)
 	pushImage(t, deployment)
 
-	patchMachine(t, bed.ControlPlane, "no-reboot", access)
+	patchMachine(t, controlPlane, "no-reboot", access)
 	t.Cleanup(func() {
 		editControlPlane(t, func(m *v1alpha1.MachineConfig) { m.MachineFeatures.KubernetesTalosAPIAccessConfig = nil }) //nolint:staticcheck // the field that the page uses
 	})

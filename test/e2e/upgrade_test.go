@@ -69,18 +69,18 @@ func upgrade(t *testing.T) {
 	other := startInstance(t)
 	start := time.Now()
 
-	replaceExtension(t, bed.ControlPlane, extensionDir(nextVersion), (*talos.Machine).Reboot)
+	replaceExtension(t, controlPlane, extensionDir(nextVersion), (*talos.Machine).Reboot)
 	eventually(t, checkLeaseRenewed)
 	// The observer reconnects later than the instances. Wait until it has seen the other instance before that one stops.
 	eventually(t, o.checkHeldByOther)
 	t.Logf("the other instance held the lease after %s", time.Since(start).Round(time.Second))
 	eventually(t, checkWaitsForLease)
 	other.stop(t)
-	eventually(t, checkVersion(bed.ControlPlane, nextVersion))
+	eventually(t, checkVersion(controlPlane, nextVersion))
 	t.Logf("%s worked after %s", nextVersion, time.Since(start).Round(time.Second))
 
-	replaceExtension(t, bed.Worker, extensionDir(nextVersion), (*talos.Machine).Reboot)
-	eventually(t, checkVersion(bed.Worker, nextVersion))
+	replaceExtension(t, worker, extensionDir(nextVersion), (*talos.Machine).Reboot)
+	eventually(t, checkVersion(worker, nextVersion))
 
 	o.finish(t, "extension, no instance, other instance, no instance, extension",
 		"extension, other instance, no instance, extension") // the API server stopped before the watch received the first release
@@ -90,7 +90,7 @@ func upgrade(t *testing.T) {
 // checkWaitsForLease returns an error unless the extension on the control plane has tried to acquire the lease since the
 // last boot.
 func checkWaitsForLease(ctx context.Context) error {
-	log, err := bed.ControlPlane.Logs(ctx, service)
+	log, err := controlPlane.Logs(ctx, service)
 	if err == nil && !strings.Contains(log, "leader lease") {
 		err = fmt.Errorf("the extension is not waiting for the lease:\n%s", log)
 	}
@@ -106,12 +106,12 @@ func rollback(t *testing.T) {
 	o := observe(t)
 	start := time.Now()
 
-	replaceExtension(t, bed.ControlPlane, extensionDir(version), (*talos.Machine).PowerCycle)
-	eventually(t, checkVersion(bed.ControlPlane, version))
+	replaceExtension(t, controlPlane, extensionDir(version), (*talos.Machine).PowerCycle)
+	eventually(t, checkVersion(controlPlane, version))
 	t.Logf("%s worked after %s", version, time.Since(start).Round(time.Second))
 
-	replaceExtension(t, bed.Worker, extensionDir(version), (*talos.Machine).Reboot)
-	eventually(t, checkVersion(bed.Worker, version))
+	replaceExtension(t, worker, extensionDir(version), (*talos.Machine).Reboot)
+	eventually(t, checkVersion(worker, version))
 
 	o.finish(t, "extension")
 	requireReconciled(t)
@@ -196,20 +196,25 @@ func requireReconciled(t *testing.T) {
 // checkVersion returns a condition: m runs the version of talos-ccm, and, on the control plane, the lease is renewed.
 func checkVersion(m *talos.Machine, want string) func(context.Context) error {
 	return func(ctx context.Context) error {
-		for source, version := range versions(ctx, m) {
-			if got, err := version(); err != nil || got != want {
-				return fmt.Errorf("%s: %s: %q, want %q (%v)", m.Name(), source, got, want, err) //nolint:errorlint // may be nil
-			}
-		}
-
-		if m == bed.Worker {
-			return nil
+		if err := checkInstalled(ctx, m, want); err != nil || m == worker {
+			return err
 		}
 
 		info := fmt.Sprintf("talosccm_build_info{go_version=%q,version=%q}", runtime.Version(), want)
 
 		return errors.Join(checkMetric(ctx, info, "1"), checkLeaseRenewed(ctx))
 	}
+}
+
+// checkInstalled returns an error unless m runs the version of talos-ccm.
+func checkInstalled(ctx context.Context, m *talos.Machine, want string) error {
+	for source, version := range versions(ctx, m) {
+		if got, err := version(); err != nil || got != want {
+			return fmt.Errorf("%s: %s: %q, want %q (%v)", m.Name(), source, got, want, err) //nolint:errorlint // may be nil
+		}
+	}
+
+	return nil
 }
 
 // versions returns functions that return the version of talos-ccm on m, by its source.

@@ -47,12 +47,12 @@ func TestNodes_FollowLifeOfWorker(t *testing.T) {
 // rebootAndShutdown requires that talos-ccm does not delete the Node of a machine that reboots, or that is off for more than
 // the grace period.
 func rebootAndShutdown(t *testing.T) {
-	before := nodeOf(t, bed.Worker)
+	before := nodeOf(t, worker)
 
 	eventually(t, endMaintenance) // of earlier tests
 
 	reboot := make(chan error, 1)
-	go func() { reboot <- bed.Worker.Reboot(t.Context()) }()
+	go func() { reboot <- worker.Reboot(t.Context()) }()
 
 	start := time.Now()
 
@@ -65,12 +65,12 @@ func rebootAndShutdown(t *testing.T) {
 	// The Node follows only if talos-ccm has connected to the machine again. A machine without a connection cannot announce
 	// its shutdown.
 	prefix := netip.MustParsePrefix("203.0.113.40/32")
-	addAddress(t, bed.Worker, prefix)
-	removeAddress(t, bed.Worker, prefix)
+	addAddress(t, worker, prefix)
+	removeAddress(t, worker, prefix)
 
 	start = time.Now()
 
-	require.NoError(t, bed.Worker.Shutdown(t.Context()))
+	require.NoError(t, worker.Shutdown(t.Context()))
 	eventually(t, checkCondition(corev1.NodeMaintenanceInProgress, corev1.ConditionTrue))
 	eventually(t, checkCondition(corev1.NodeGracefulNodeShutdownInProgress, corev1.ConditionUnknown)) // it no longer responds
 	eventually(t, checkCondition(node.ConditionTalosReady, corev1.ConditionUnknown))
@@ -84,8 +84,8 @@ func rebootAndShutdown(t *testing.T) {
 	assert.GreaterOrEqual(t, time.Since(start), config.MinGracePeriod, "the last taint was added before the grace period ended")
 
 	crashLeader(t)
-	addAddress(t, bed.ControlPlane, netip.MustParsePrefix("203.0.113.41/32")) // shows that the next leader works
-	removeAddress(t, bed.ControlPlane, netip.MustParsePrefix("203.0.113.41/32"))
+	addAddress(t, controlPlane, netip.MustParsePrefix("203.0.113.41/32")) // shows that the next leader works
+	removeAddress(t, controlPlane, netip.MustParsePrefix("203.0.113.41/32"))
 
 	for kind, want := range map[corev1.NodeConditionType]corev1.ConditionStatus{
 		corev1.NodeMaintenanceInProgress: corev1.ConditionTrue, corev1.NodeGracefulNodeShutdownInProgress: corev1.ConditionUnknown,
@@ -96,7 +96,7 @@ func rebootAndShutdown(t *testing.T) {
 
 	start = time.Now()
 
-	require.NoError(t, bed.Worker.PowerOn())
+	require.NoError(t, worker.PowerOn())
 
 	for _, key := range []string{cloudproviderapi.TaintNodeShutdown, corev1.TaintNodeOutOfService} {
 		eventually(t, checkTaint(key, absent))
@@ -106,14 +106,14 @@ func rebootAndShutdown(t *testing.T) {
 	eventually(t, endMaintenance)
 	eventually(t, checkCondition(corev1.NodeGracefulNodeShutdownInProgress, ""))
 	eventually(t, checkNodesInitialized)
-	assert.Equal(t, before.UID, nodeOf(t, bed.Worker).UID, "the Node was deleted")
+	assert.Equal(t, before.UID, nodeOf(t, worker).UID, "the Node was deleted")
 }
 
 // endMaintenance makes the worker's Node ready and returns nil when it has no MaintenanceInProgress condition. The bed has
 // no CNI, so the kubelet is not ready, and reverts this within seconds.
 func endMaintenance(ctx context.Context) error {
 	patch := []byte(`{"status":{"conditions":[{"type":"Ready","status":"True"}]}}`)
-	if _, err := client.CoreV1().Nodes().Patch(ctx, bed.Worker.Name(), types.StrategicMergePatchType, patch, metav1.PatchOptions{}, "status"); err != nil {
+	if _, err := client.CoreV1().Nodes().Patch(ctx, worker.Name(), types.StrategicMergePatchType, patch, metav1.PatchOptions{}, "status"); err != nil {
 		return err
 	}
 
@@ -123,7 +123,7 @@ func endMaintenance(ctx context.Context) error {
 // checkTaint returns a condition: the worker's Node has, or lacks, a taint.
 func checkTaint(key string, want presence) func(context.Context) error {
 	return func(ctx context.Context) error {
-		node, err := getNode(ctx, bed.Worker.Name())
+		node, err := getNode(ctx, worker.Name())
 		if err != nil {
 			return err
 		}
@@ -138,7 +138,7 @@ func checkTaint(key string, want presence) func(context.Context) error {
 // it.
 func checkCondition(kind corev1.NodeConditionType, want corev1.ConditionStatus) func(context.Context) error {
 	return func(ctx context.Context) error {
-		n, err := getNode(ctx, bed.Worker.Name())
+		n, err := getNode(ctx, worker.Name())
 		if err != nil {
 			return err
 		}
@@ -161,18 +161,18 @@ func checkCondition(kind corev1.NodeConditionType, want corev1.ConditionStatus) 
 func rename(t *testing.T) {
 	start := time.Now()
 
-	patchMachine(t, bed.Worker, "no-reboot", renamePatch)
-	eventually(t, func(ctx context.Context) error { return checkInitializedAs(ctx, bed.Worker, newName, "") })
+	patchMachine(t, worker, "no-reboot", renamePatch)
+	eventually(t, func(ctx context.Context) error { return checkInitializedAs(ctx, worker, newName, "") })
 	t.Logf("the new Node was initialized except for its providerID %s after the renaming", time.Since(start).Round(100*time.Millisecond))
 
-	awaitDeletion(t, bed.Worker.Name(), fmt.Sprintf("responds with nodename %q now", newName), start)
+	awaitDeletion(t, worker.Name(), fmt.Sprintf("responds with nodename %q now", newName), start)
 
 	eventually(t, func(ctx context.Context) error {
-		return checkInitializedAs(ctx, bed.Worker, newName, providerID(bed.Worker))
+		return checkInitializedAs(ctx, worker, newName, providerID(worker))
 	})
 	t.Logf("the new Node had the providerID %s after the renaming", time.Since(start).Round(time.Second))
 	forgetDeletions(t)
-	eventually(t, checkServingCertificate(newName, bed.Worker.Address()))
+	eventually(t, checkServingCertificate(newName, worker.Address()))
 	t.Logf("a serving certificate was issued for it %s after the renaming", time.Since(start).Round(time.Second))
 }
 
@@ -194,6 +194,12 @@ func awaitDeletion(t *testing.T, name, proof string, start time.Time) {
 	t.Logf("%s was deleted after %s", name, took.Round(time.Second))
 
 	assert.GreaterOrEqual(t, took, config.MinGracePeriod, "%s was deleted before the grace period ended", name)
+	requireProof(t, name, proof)
+}
+
+// requireProof requires that one Event reports the deletion of a Node, with the proof.
+func requireProof(t *testing.T, name, proof string) {
+	t.Helper()
 
 	events, err := client.CoreV1().Events(metav1.NamespaceDefault).List(t.Context(), metav1.ListOptions{
 		FieldSelector: fields.Set{"reason": lifecycle.ReasonDeleting, "involvedObject.name": name}.String(),
@@ -208,7 +214,7 @@ func awaitDeletion(t *testing.T, name, proof string, start time.Time) {
 func reset(t *testing.T) {
 	start := time.Now()
 
-	require.NoError(t, bed.Worker.Reset(t.Context()))
+	require.NoError(t, worker.Reset(t.Context()))
 
 	awaitDeletion(t, newName, "announced that it is being reset", start)
 }
@@ -231,7 +237,7 @@ func crashLeader(t *testing.T) {
 	t.Helper()
 
 	// After a restart through the API, Talos in a container would mount the configuration file, which it never writes.
-	require.NoError(t, bed.ControlPlane.CrashService(t.Context(), service))
+	require.NoError(t, controlPlane.CrashService(t.Context(), service))
 
 	eventually(t, checkLeaseRenewed)
 }
@@ -249,7 +255,7 @@ func reinstall(t *testing.T) {
 func install(t *testing.T) {
 	t.Helper()
 
-	require.NoError(t, bed.Worker.Wipe(t.Context()))
+	require.NoError(t, worker.Wipe(t.Context()))
 
-	require.NoError(t, bed.Worker.PowerOn())
+	require.NoError(t, worker.PowerOn())
 }

@@ -1,3 +1,4 @@
-// Package loadbalancer tests the load balancer addresses of Services with real kube-proxies. Two Nodes and a client run in
-// separate network namespaces. The tests require root; run them with `make e2e`.
+// Package loadbalancer tests the load balancer addresses of Services with real kube-proxies, and podCIDRs with Talos's default
+// network: Flannel and kube-proxy. Nodes and a client run in separate network namespaces; machines, kubelets and CNI plugins
+// are played. The tests require root; run them with `make e2e` and `make flannel-test`.
 package loadbalancer

@@ -16,7 +16,6 @@ import (
 	"runtime"
 	"slices"
 	"strings"
-	"sync"
 	"syscall"
 	"testing"
 	"time"
@@ -40,6 +39,7 @@ import (
 const (
 	clientAddress = "192.0.2.100"
 	targetPort    = 8080
+	podSubnets    = "10.244.0.0/16,fd00:10:244::/56"
 )
 
 // bed contains a control plane, Nodes and a client. A bridge connects the Nodes and the client.
@@ -113,21 +113,29 @@ func (b *bed) join(name string, number int, proxyMode string) node {
 	require.NoError(b, n.pod.IP(b.Context(), "route add default via "+gateway))
 	require.NoError(b, n.namespace.Inside(func() error { return os.WriteFile("/proc/sys/net/ipv4/ip_forward", []byte("1"), 0o644) }))
 
+	b.serve(n)
+	b.register(n)
+	b.forwardAPI(n)
+	b.startKubeProxy(n, proxyMode)
+
+	return n
+}
+
+// serve starts the server of a Node's pod.
+func (b *bed) serve(n node) {
+	b.Helper()
+
 	listener, err := n.pod.Listen(b.Context(), fmt.Sprintf(":%d", targetPort))
 	require.NoError(b, err)
 
 	server := &http.Server{ReadHeaderTimeout: ctest.Timeout, Handler: http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		host, _, _ := net.SplitHostPort(r.RemoteAddr)
-		fmt.Fprint(w, name, " ", host)
+		fmt.Fprint(w, n.name, " ", host)
 	})}
 
 	go func() { _ = server.Serve(listener) }()
 
 	b.Cleanup(func() { _ = server.Close() })
-	b.register(n)
-	b.startKubeProxy(n, proxyMode)
-
-	return n
 }
 
 // route routes the pods of a Node from another one.
@@ -148,36 +156,56 @@ func (b *bed) register(n node) {
 	})
 }
 
+// forwardAPI makes the API server reachable from the Node's namespace.
+func (b *bed) forwardAPI(n node) {
+	b.Helper()
+
+	listener, err := n.namespace.Forward(b.Context(), strings.TrimPrefix(b.Kube.Endpoint(), "https://"))
+	require.NoError(b, err)
+	b.Cleanup(func() { _ = listener.Close() })
+}
+
 // startKubeProxy runs kube-proxy in the Node's namespace until the test ends.
 func (b *bed) startKubeProxy(n node, mode string) {
 	b.Helper()
 
-	endpoint := strings.TrimPrefix(b.Kube.Endpoint(), "https://")
-	listener, err := n.namespace.Listen(b.Context(), endpoint)
-	require.NoError(b, err)
-	b.Cleanup(func() { _ = listener.Close() })
-
-	go forward(listener, endpoint)
-
 	assets, err := kube.NodeAssetsOf(b.Context(), kube.KubernetesVersion, os.Stderr)
 	require.NoError(b, err)
 
-	kubeconfig := filepath.Join(b.TempDir(), "kubeconfig")
-	require.NoError(b, os.WriteFile(kubeconfig, b.Kube.Kubeconfig(), 0o600))
+	b.run(n, os.Environ(), filepath.Join(assets, "kube-proxy"), "--kubeconfig="+b.kubeconfig(), "--hostname-override="+n.name,
+		"--proxy-mode="+mode, "--cluster-cidr="+podSubnets, "--conntrack-max-per-core=0", "--v=2")
+}
 
-	log, err := os.Create(filepath.Join(b.TempDir(), "kube-proxy.log"))
+// kubeconfig returns a file with the administrator's kubeconfig.
+func (b *bed) kubeconfig() string {
+	b.Helper()
+
+	file := filepath.Join(b.TempDir(), "kubeconfig")
+	require.NoError(b, os.WriteFile(file, b.Kube.Kubeconfig(), 0o600))
+
+	return file
+}
+
+// run runs a program in the Node's namespace until the test ends. It returns its log and a channel that is closed when the
+// program exits.
+func (b *bed) run(n node, environment []string, program string, args ...string) (log string, exited <-chan struct{}) {
+	b.Helper()
+
+	name := filepath.Base(program)
+
+	file, err := os.Create(filepath.Join(b.TempDir(), name+".log"))
 	require.NoError(b, err)
 
-	cmd := exec.CommandContext(b.Context(), filepath.Join(assets, "kube-proxy"), "--kubeconfig="+kubeconfig, "--hostname-override="+n.name,
-		"--proxy-mode="+mode, "--cluster-cidr=10.244.0.0/16", "--conntrack-max-per-core=0", "--v=2")
-	cmd.Stdout, cmd.Stderr = log, log
+	cmd := exec.CommandContext(b.Context(), program, args...)
+	cmd.Env = environment
+	cmd.Stdout, cmd.Stderr = file, file
 	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
 
-	started := make(chan error)
+	started, done := make(chan error), make(chan struct{})
 
-	var group sync.WaitGroup
+	go func() {
+		defer close(done)
 
-	group.Go(func() {
 		// The thread ends with the goroutine, and Pdeathsig is sent when it ends.
 		runtime.LockOSThread()
 
@@ -187,40 +215,18 @@ func (b *bed) startKubeProxy(n node, mode string) {
 		if err == nil {
 			_ = cmd.Wait()
 		}
-	})
+	}()
 
 	require.NoError(b, <-started)
 	b.Cleanup(func() {
-		group.Wait() // the context of the test has ended
+		<-done // the context of the test has ended
 
-		if content, err := os.ReadFile(log.Name()); err == nil && b.Failed() {
-			b.Logf("kube-proxy of %s:\n%s", n.name, content)
+		if content, err := os.ReadFile(file.Name()); err == nil && b.Failed() {
+			b.Logf("%s of %s:\n%s", name, n.name, content)
 		}
 	})
-}
 
-// forward forwards connections from a listener in a namespace to an address of the host.
-func forward(listener net.Listener, address string) {
-	for {
-		near, err := listener.Accept()
-		if err != nil {
-			return
-		}
-
-		go func() {
-			defer near.Close() //nolint:errcheck // both sides end
-
-			far, err := net.Dial("tcp", address)
-			if err != nil {
-				return
-			}
-			defer far.Close() //nolint:errcheck // both sides end
-
-			go func() { _, _ = io.Copy(far, near) }()
-
-			_, _ = io.Copy(near, far)
-		}()
-	}
+	return file.Name(), done
 }
 
 // startController runs the service controller until the test ends.

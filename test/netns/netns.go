@@ -6,6 +6,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"net"
 	"net/netip"
 	"os"
@@ -141,4 +142,39 @@ func (n *Namespace) Listen(ctx context.Context, address string) (listener net.Li
 	})
 
 	return listener, err
+}
+
+// Forward makes a TCP address of the calling thread's namespace reachable in n, at the same address, until the listener is
+// closed.
+func (n *Namespace) Forward(ctx context.Context, address string) (net.Listener, error) {
+	listener, err := n.Listen(ctx, address)
+	if err == nil {
+		go forward(listener, address)
+	}
+
+	return listener, err
+}
+
+// forward forwards connections from a listener to an address.
+func forward(listener net.Listener, address string) {
+	for {
+		near, err := listener.Accept()
+		if err != nil {
+			return
+		}
+
+		go func() {
+			defer near.Close() //nolint:errcheck // both sides end
+
+			far, err := net.Dial("tcp", address)
+			if err != nil {
+				return
+			}
+			defer far.Close() //nolint:errcheck // both sides end
+
+			go func() { _, _ = io.Copy(far, near) }()
+
+			_, _ = io.Copy(near, far)
+		}()
+	}
 }

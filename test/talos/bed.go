@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"net"
+	"net/netip"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -14,7 +15,9 @@ import (
 	"github.com/siderolabs/talos/pkg/machinery/api/machine"
 	"github.com/siderolabs/talos/pkg/machinery/client"
 	"github.com/siderolabs/talos/pkg/machinery/config/bundle"
+	"github.com/siderolabs/talos/pkg/machinery/config/configpatcher"
 	machinetype "github.com/siderolabs/talos/pkg/machinery/config/machine"
+	"github.com/siderolabs/talos/pkg/machinery/constants"
 	"golang.org/x/sys/unix"
 	"google.golang.org/grpc/codes"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -30,6 +33,9 @@ import (
 // bedPrefix is the prefix of the names of bed directories.
 const bedPrefix = "bed-"
 
+// dialTimeout limits the attempt to connect to one of several API servers.
+const dialTimeout = time.Second
+
 // ErrNotRoot is returned by Up if the process does not run as root.
 var ErrNotRoot = errors.New("the Talos test bed creates namespaces, mounts and cgroups: it must run as root (for instance with sudo)")
 
@@ -39,16 +45,30 @@ type Options struct {
 	// manifest.yaml, and rootfs with a service specification in usr/local/etc/containers and its files in
 	// usr/local/lib/containers. If it is empty, no extension is installed.
 	Extension string
+	// ControlPlanes and Workers are the numbers of machines. At least one control-plane machine is required.
+	ControlPlanes, Workers int
+	// WithoutCloudProvider leaves the external cloud provider disabled, as in a cluster without a cloud controller manager.
+	WithoutCloudProvider bool
 	// ControllerManagerArgs are arguments of kube-controller-manager, by the names of its flags.
 	ControllerManagerArgs map[string]string
 	// LogDir is the directory for the console logs of the machines. If it is empty, the logs are removed with the bed.
 	LogDir string
 }
 
-// Bed is a cluster of two Talos machines.
+// endpoint returns the cluster endpoint. The address of a single control-plane machine is available earlier than a virtual
+// address.
+func (o Options) endpoint() netip.AddrPort {
+	if o.ControlPlanes > 1 {
+		return netip.AddrPortFrom(virtualAddress, constants.DefaultControlPlanePort)
+	}
+
+	return netip.AddrPortFrom(firstAddress, constants.DefaultControlPlanePort)
+}
+
+// Bed is a cluster of Talos machines.
 type Bed struct {
-	// ControlPlane and Worker are the machines.
-	ControlPlane, Worker *Machine
+	// ControlPlanes and Workers are the machines. Etcd is bootstrapped on the first control-plane machine.
+	ControlPlanes, Workers []*Machine
 
 	options Options
 	source  source
@@ -60,6 +80,8 @@ type Bed struct {
 	configs    *bundle.Bundle
 	kubeconfig []byte
 	client     kubernetes.Interface
+	// created contains the numbers of machines that were created, by the prefix of their names.
+	created map[string]int
 	// cleanups are called by Down in reverse order.
 	cleanups []func() error
 }
@@ -70,11 +92,11 @@ type step struct {
 	do   func(context.Context) error
 }
 
-// Up builds what is not in the cache, boots both machines, and returns when both Nodes are registered. If another process
+// Up builds what is not in the cache, boots all machines, and returns when all Nodes are registered. If another process
 // has a bed, Up first waits for its end. ctx limits Up, not the lifetime of the bed. The caller must call Down, unless Up
 // fails.
 func Up(ctx context.Context, options Options) (*Bed, error) {
-	b := &Bed{options: options}
+	b := &Bed{options: options, created: map[string]int{}}
 
 	return b, b.up(ctx, []step{
 		{"prepare", b.prepare},
@@ -113,7 +135,7 @@ func (b *Bed) Dir() string { return b.dir }
 func (b *Bed) Release() Release { return b.source.Release }
 
 // Machines returns all machines of the bed.
-func (b *Bed) Machines() []*Machine { return []*Machine{b.ControlPlane, b.Worker} }
+func (b *Bed) Machines() []*Machine { return slices.Concat(b.ControlPlanes, b.Workers) }
 
 // Kubeconfig returns an admin kubeconfig. It works only in the network namespace of the bridge.
 func (b *Bed) Kubeconfig() []byte { return b.kubeconfig }
@@ -123,17 +145,44 @@ func (b *Bed) DialContext(ctx context.Context, network, address string) (net.Con
 	return b.bridge.Dial(ctx, network, address)
 }
 
-// RESTConfig returns an admin configuration that connects with DialContext.
-func (b *Bed) RESTConfig() (*rest.Config, error) {
+// RESTConfig returns an admin configuration that connects from the network namespace of the bridge, and to any of the API
+// servers. Their certificates are valid for the cluster endpoint.
+func (b *Bed) RESTConfig() (*rest.Config, error) { return b.RESTConfigFrom(0) }
+
+// RESTConfigFrom is RESTConfig with the index of the control-plane machine to which it connects if that responds.
+func (b *Bed) RESTConfigFrom(first int) (*rest.Config, error) {
 	config, err := clientcmd.RESTConfigFromKubeConfig(b.kubeconfig)
 	if err != nil {
 		return nil, fmt.Errorf("parse kubeconfig: %w", err)
 	}
 
-	config.Dial = b.DialContext
+	config.Dial = func(ctx context.Context, network, address string) (net.Conn, error) {
+		return b.dialAPIServer(ctx, first%len(b.ControlPlanes), network, address)
+	}
 	config.QPS = -1
 
 	return config, nil
+}
+
+// dialAPIServer connects to an API server at the cluster endpoint's address, and to any other address directly.
+func (b *Bed) dialAPIServer(ctx context.Context, first int, network, address string) (conn net.Conn, err error) {
+	if address != b.options.endpoint().String() {
+		return b.DialContext(ctx, network, address)
+	}
+
+	for _, m := range slices.Concat(b.ControlPlanes[first:], b.ControlPlanes[:first]) {
+		// A machine without power or link does not refuse a connection.
+		limited, cancel := context.WithTimeout(ctx, dialTimeout)
+		conn, err = b.DialContext(limited, network, netip.AddrPortFrom(m.address, constants.DefaultControlPlanePort).String())
+
+		cancel()
+
+		if err == nil {
+			return conn, nil
+		}
+	}
+
+	return nil, err
 }
 
 // Kubernetes returns a client for RESTConfig.
@@ -267,7 +316,7 @@ func (b *Bed) build(ctx context.Context) error {
 		return err
 	}
 
-	if b.configs, err = configure(b.source.Release, b.options.ControllerManagerArgs); err != nil {
+	if b.configs, err = configure(b.source.Release, b.options); err != nil {
 		return err
 	}
 
@@ -288,27 +337,83 @@ func (b *Bed) assemble(ctx context.Context) error {
 		return err
 	}
 
-	// Machines and Nodes have the same names.
-	if b.ControlPlane, err = b.newMachine(ctx, "talos-cp", controlAddress, machinetype.TypeControlPlane); err != nil {
-		return err
+	for range b.options.ControlPlanes {
+		if err := b.addMachine(ctx, &b.ControlPlanes, "talos-cp", machinetype.TypeControlPlane); err != nil {
+			return err
+		}
 	}
 
-	b.Worker, err = b.newMachine(ctx, "talos-wk", workerAddress, machinetype.TypeWorker)
+	for range b.options.Workers {
+		if err := b.addMachine(ctx, &b.Workers, "talos-wk", machinetype.TypeWorker); err != nil {
+			return err
+		}
+	}
+
+	return nil
+}
+
+// addMachine adds a machine that is switched off to a list of machines of the bed. Machines and Nodes have the same names.
+// No machine gets the name or the address of one that was removed.
+func (b *Bed) addMachine(ctx context.Context, list *[]*Machine, prefix string, kind machinetype.Type) error {
+	address := firstAddress
+
+	for _, count := range b.created {
+		for range count {
+			address = address.Next()
+		}
+	}
+
+	b.created[prefix]++
+
+	m, err := b.newMachine(ctx, fmt.Sprintf("%s-%d", prefix, b.created[prefix]), address, kind)
+	if err == nil {
+		*list = append(*list, m)
+	}
 
 	return err
 }
 
-// boot switches the machines on and waits until the control plane's apid responds.
+// AddWorker adds a worker to the cluster, and does not wait for its boot.
+func (b *Bed) AddWorker(ctx context.Context) (*Machine, error) {
+	if err := b.addMachine(ctx, &b.Workers, "talos-wk", machinetype.TypeWorker); err != nil {
+		return nil, err
+	}
+
+	m := b.Workers[len(b.Workers)-1]
+
+	return m, m.PowerOn()
+}
+
+// RemoveWorker switches a worker off and removes its disk, which is in memory. Its Node stays.
+func (b *Bed) RemoveWorker(ctx context.Context, m *Machine) error {
+	b.Workers = slices.DeleteFunc(b.Workers, func(other *Machine) bool { return other == m })
+
+	return m.Wipe(ctx)
+}
+
+// Patch patches the configuration of machines that are added later.
+func (b *Bed) Patch(patch string) error {
+	patches, err := configpatcher.LoadPatches([]string{patch})
+	if err == nil {
+		err = b.configs.ApplyPatches(patches, true, true)
+	}
+
+	if err != nil {
+		return fmt.Errorf("patch configuration of new machines: %w", err)
+	}
+
+	return nil
+}
+
+// boot switches the machines on and waits until apid of the first control-plane machine responds.
 func (b *Bed) boot(ctx context.Context) error {
 	for _, m := range b.Machines() {
-		b.cleanup(func() error { return m.PowerOff(context.Background()) })
-
 		if err := m.PowerOn(); err != nil {
 			return err
 		}
 	}
 
-	return b.ControlPlane.eventually(ctx, "wait for apid", func(ctx context.Context, c *client.Client) error {
+	return b.ControlPlanes[0].eventually(ctx, "wait for apid", func(ctx context.Context, c *client.Client) error {
 		_, err := c.Version(ctx)
 
 		return err
@@ -316,7 +421,7 @@ func (b *Bed) boot(ctx context.Context) error {
 }
 
 func (b *Bed) bootstrap(ctx context.Context) error {
-	return b.ControlPlane.eventually(ctx, "bootstrap etcd", func(ctx context.Context, c *client.Client) error {
+	return b.ControlPlanes[0].eventually(ctx, "bootstrap etcd", func(ctx context.Context, c *client.Client) error {
 		err := c.Bootstrap(ctx, &machine.BootstrapRequest{})
 		if client.StatusCode(err) == codes.AlreadyExists {
 			return nil
@@ -328,7 +433,7 @@ func (b *Bed) bootstrap(ctx context.Context) error {
 
 // connectKubernetes creates the client and waits until the API server is ready.
 func (b *Bed) connectKubernetes(ctx context.Context) error {
-	err := b.ControlPlane.eventually(ctx, "get kubeconfig", func(ctx context.Context, c *client.Client) (err error) {
+	err := b.ControlPlanes[0].eventually(ctx, "get kubeconfig", func(ctx context.Context, c *client.Client) (err error) {
 		b.kubeconfig, err = c.Kubeconfig(ctx)
 
 		return err
@@ -351,7 +456,7 @@ func (b *Bed) connectKubernetes(ctx context.Context) error {
 	})
 }
 
-// awaitNodes waits until both Nodes are registered.
+// awaitNodes waits until all Nodes are registered.
 func (b *Bed) awaitNodes(ctx context.Context) error {
 	return eventually(ctx, "wait for Nodes", func(ctx context.Context) error {
 		for _, m := range b.Machines() {

@@ -3,22 +3,29 @@ package talos
 import (
 	"encoding/json"
 	"fmt"
-	"net/netip"
 	"strings"
 
 	"github.com/siderolabs/talos/pkg/machinery/config"
 	"github.com/siderolabs/talos/pkg/machinery/config/bundle"
 	"github.com/siderolabs/talos/pkg/machinery/config/configpatcher"
 	"github.com/siderolabs/talos/pkg/machinery/config/generate"
-	"github.com/siderolabs/talos/pkg/machinery/constants"
+
+	"github.com/talos-ccm/talos-ccm/test/netns"
 )
 
-// basePatch is the patch for all machines. It enables the external cloud provider, and uses images from the bed's registry.
+// virtualAddressPatch is the patch for control-plane machines that assigns a virtual address to one of them.
+const virtualAddressPatch = `
+apiVersion: v1alpha1
+kind: Layer2VIPConfig
+name: %s
+link: %s
+`
+
+// cloudProviderPatch enables the external cloud provider.
+const cloudProviderPatch = "cluster: {externalCloudProvider: {enabled: true}}"
+
+// basePatch is the patch for all machines. It uses images from the bed's registry.
 const basePatch = `
-cluster:
-  externalCloudProvider:
-    enabled: true
----
 apiVersion: v1alpha1
 kind: RegistryMirrorConfig
 name: "*"
@@ -120,8 +127,8 @@ func ControllerManagerPatch(release Release, args map[string]string) string {
 	return fmt.Sprintf(format, encoded)
 }
 
-// configure generates the machine configurations and the talosconfig. The arguments are for kube-controller-manager.
-func configure(release Release, controllerManagerArgs map[string]string) (*bundle.Bundle, error) {
+// configure generates the machine configurations and the talosconfig.
+func configure(release Release, options Options) (*bundle.Bundle, error) {
 	contract, err := config.ParseContractFromVersion(release.Talos)
 	if err != nil {
 		return nil, fmt.Errorf("parse version contract: %w", err)
@@ -132,23 +139,38 @@ func configure(release Release, controllerManagerArgs map[string]string) (*bundl
 		machinePatch, controlPlanePatch = machineDocuments, controlPlaneDocuments
 	}
 
-	base, err := configpatcher.LoadPatches([]string{fmt.Sprintf(basePatch, registryAddress), machinePatch})
+	patches := []string{fmt.Sprintf(basePatch, registryAddress), machinePatch}
+	if !options.WithoutCloudProvider {
+		patches = append(patches, cloudProviderPatch)
+	}
+
+	base, err := configpatcher.LoadPatches(patches)
 	if err != nil {
 		return nil, fmt.Errorf("load configuration patches: %w", err)
 	}
 
-	controlPlane, err := configpatcher.LoadPatches([]string{controlPlanePatch, ControllerManagerPatch(release, controllerManagerArgs)})
+	patches = []string{controlPlanePatch, ControllerManagerPatch(release, options.ControllerManagerArgs)}
+	if options.endpoint().Addr() == virtualAddress {
+		patches = append(patches, fmt.Sprintf(virtualAddressPatch, virtualAddress, netns.Link))
+	}
+
+	controlPlane, err := configpatcher.LoadPatches(patches)
 	if err != nil {
 		return nil, fmt.Errorf("load configuration patch of the control plane: %w", err)
+	}
+
+	var endpoints []string
+	for address := firstAddress; len(endpoints) < options.ControlPlanes; address = address.Next() {
+		endpoints = append(endpoints, address.String())
 	}
 
 	return bundle.NewBundle(
 		bundle.WithVerbose(false), bundle.WithPatch(base), bundle.WithPatchControlPlane(controlPlane),
 		bundle.WithInputOptions(&bundle.InputOptions{
 			ClusterName: "talos-ccm-bed",
-			Endpoint:    "https://" + netip.AddrPortFrom(controlAddress, constants.DefaultControlPlanePort).String(),
+			Endpoint:    "https://" + options.endpoint().String(),
 			KubeVersion: strings.TrimPrefix(release.Kubernetes, "v"),
-			GenOptions:  []generate.Option{generate.WithVersionContract(contract), generate.WithEndpointList([]string{controlAddress.String()})},
+			GenOptions:  []generate.Option{generate.WithVersionContract(contract), generate.WithEndpointList(endpoints)},
 		}),
 	)
 }

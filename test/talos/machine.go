@@ -117,6 +117,8 @@ func (b *Bed) newMachine(ctx context.Context, name string, address netip.Addr, k
 		return nil, m.wrap("create", err)
 	}
 
+	b.cleanup(func() error { return m.PowerOff(context.Background()) })
+
 	return m, nil
 }
 
@@ -211,11 +213,11 @@ func (m *Machine) signalAndWait(ctx context.Context, signal os.Signal) error {
 	return m.awaitOff(ctx)
 }
 
-// awaitOff waits until the machine is off.
+// awaitOff waits until the machine is off, and removes the virtual address, which another machine gets.
 func (m *Machine) awaitOff(ctx context.Context) error {
 	select {
 	case <-m.ended:
-		return nil
+		return m.network.IP(ctx, "address flush dev "+netns.Link+" to "+virtualAddress.String())
 	case <-ctx.Done():
 		return fmt.Errorf("wait until the machine is off: %w", context.Cause(ctx))
 	}

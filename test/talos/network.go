@@ -3,6 +3,7 @@ package talos
 import (
 	"context"
 	"net/netip"
+	"strings"
 
 	"github.com/talos-ccm/talos-ccm/test/netns"
 )
@@ -10,8 +11,8 @@ import (
 // The addresses of a bed. All beds use the same ones, because each bed has its own network namespaces.
 var (
 	bridgeAddress   = netip.MustParseAddr("10.77.0.1")
-	controlAddress  = netip.MustParseAddr("10.77.0.2")
-	workerAddress   = netip.MustParseAddr("10.77.0.3")
+	firstAddress    = netip.MustParseAddr("10.77.0.2")   // of the machines
+	virtualAddress  = netip.MustParseAddr("10.77.0.254") // of the cluster endpoint
 	registryAddress = netip.AddrPortFrom(bridgeAddress, 5000)
 )
 
@@ -26,8 +27,53 @@ func (b *Bed) newBridge(ctx context.Context) (err error) {
 
 	b.cleanup(b.bridge.Close)
 
-	return b.bridge.IP(ctx, "link add br0 type bridge", "link set br0 up",
-		"address add "+netip.PrefixFrom(bridgeAddress, subnetBits).String()+" dev br0")
+	return b.bridge.IP(ctx, "link add "+mainBridge+" type bridge", "link set "+mainBridge+" up",
+		"address add "+netip.PrefixFrom(bridgeAddress, subnetBits).String()+" dev "+mainBridge)
+}
+
+// The bridges: one for all machines, and one for the machines that Split separates from them.
+const mainBridge, splitBridge = "br0", "br1"
+
+// Split separates machines from the others and from the bridge's namespace until Join. They reach each other, and keep their
+// addresses and their carrier.
+func (b *Bed) Split(ctx context.Context, machines ...*Machine) error {
+	commands := []string{"link add " + splitBridge + " type bridge", "link set " + splitBridge + " up"}
+	for _, m := range machines {
+		commands = append(commands, "link set "+port(m.name)+" master "+splitBridge)
+	}
+
+	return b.bridge.IP(ctx, commands...)
+}
+
+// Join ends Split for the same machines.
+func (b *Bed) Join(ctx context.Context, machines ...*Machine) error {
+	var commands []string
+	for _, m := range machines {
+		commands = append(commands, "link set "+port(m.name)+" master "+mainBridge)
+	}
+
+	return b.bridge.IP(ctx, append(commands, "link delete "+splitBridge)...)
+}
+
+// Block loses all packets between two machines until Unblock: each has the address of no machine as the other's link-layer
+// address.
+func (m *Machine) Block(ctx context.Context, other *Machine) error {
+	return m.neighbors(ctx, other, "neigh replace ", " lladdr 02:00:00:00:00:00 nud permanent")
+}
+
+// Unblock ends Block.
+func (m *Machine) Unblock(ctx context.Context, other *Machine) error {
+	return m.neighbors(ctx, other, "neigh del ", "")
+}
+
+// neighbors changes the entries of two machines in each other's neighbor tables.
+func (m *Machine) neighbors(ctx context.Context, other *Machine, action, entry string) error {
+	err := m.network.IP(ctx, action+other.address.String()+" dev "+netns.Link+entry)
+	if err == nil {
+		err = other.network.IP(ctx, action+m.address.String()+" dev "+netns.Link+entry)
+	}
+
+	return m.wrap(strings.TrimSpace(action)+" "+other.name, err)
 }
 
 // port returns the name of the bridge's end of a machine's veth pair.
@@ -42,7 +88,7 @@ func (b *Bed) plug(ctx context.Context, machine string, address netip.Addr) (*ne
 
 	b.cleanup(ns.Close)
 
-	if err := b.bridge.IP(ctx, "link set "+port(machine)+" master br0"); err != nil {
+	if err := b.bridge.IP(ctx, "link set "+port(machine)+" master "+mainBridge); err != nil {
 		return nil, err
 	}
 

@@ -50,8 +50,8 @@ func (b *Bed) serveMetadata(ctx context.Context, handler http.Handler) error {
 // BootPlatform boots the nth machine of the bed on a platform, and waits until its API responds. It is a control plane that
 // is not bootstrapped, because the API of a worker needs a control plane. serial is the serial number in SMBIOS.
 func (b *Bed) BootPlatform(ctx context.Context, n int, platform, serial string) (*Machine, error) {
-	address := workerAddress
-	for range n {
+	address := firstAddress
+	for range n + 1 {
 		address = address.Next()
 	}
 
@@ -61,8 +61,6 @@ func (b *Bed) BootPlatform(ctx context.Context, n int, platform, serial string) 
 	}
 
 	m.boot.Platform, m.boot.Serial = platform, serial
-
-	b.cleanup(func() error { return m.PowerOff(context.Background()) })
 
 	if err := m.PowerOn(); err != nil {
 		return nil, err
