@@ -50,9 +50,8 @@ const (
 	// controlPlane is the control-plane machine that always exists.
 	controlPlane = "cp-1"
 
-	// Patches of Nodes. Talos sets the label on Nodes of control-plane machines.
-	labeledControlPlane   = `{"metadata":{"labels":{"node-role.kubernetes.io/control-plane":""}}}`
-	unlabeledControlPlane = `{"metadata":{"labels":{"node-role.kubernetes.io/control-plane":null}}}`
+	// labeledControlPlane is a patch of a Node: Talos sets the label on Nodes of control-plane machines.
+	labeledControlPlane = `{"metadata":{"labels":{"node-role.kubernetes.io/control-plane":""}}}`
 )
 
 var (
