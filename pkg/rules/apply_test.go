@@ -215,7 +215,7 @@ func TestApply_SetsLabelsFromTags(t *testing.T) {
 	tags := map[string]string{
 		"team/owner": "web", "team/cost center": "7", "team/note": "not a label", "team/": "x", "Stage": "prod", "empty": "",
 		"raw:node-restriction.kubernetes.io/tier": "a", "raw:kubernetes.io/os": "a", "raw:node.k8s.io/a": "a", "raw:kubernetes.io": "a", "raw:my.org/a": "a", "raw:xk8s.io/a": "a",
-		"raw:talos.dev/owned-labels": "a", "x": strings.Repeat("x", 64),
+		"raw:talos.dev/owned-labels": "a", "x": strings.Repeat("x", 64), "same.a": "", "same.b": "not a label", "same.c": "c", "same.d": "d",
 	}
 
 	for _, test := range []struct {
@@ -243,6 +243,11 @@ func TestApply_SetsLabelsFromTags(t *testing.T) {
 			`labelsFromTags["raw:node.k8s.io/a"]="a" omitted: key "node.k8s.io/a" cannot be set`,
 		}},
 		{"^x", "", map[string]string{}, []string{`labelsFromTags["x"]="` + strings.Repeat("x", 64) + `" omitted: invalid key "": name part`}},
+		{"^same[.][b-d]", "same", map[string]string{"same": "c"}, []string{
+			`labelsFromTags["same.b"]="not a label" omitted: a valid label`,
+			`labelsFromTags["same.d"]="d" omitted: tag "same.c" sets the same label`,
+		}},
+		{"^same[.][ad]", "same", map[string]string{"same": ""}, []string{`labelsFromTags["same.d"]="d" omitted: tag "same.a" sets the same label`}},
 		{"absent", "", nil, nil},
 	} {
 		facts := rules.Facts{Machine: machine.Machine{Platform: runtime.PlatformMetadataSpec{Tags: tags}}}

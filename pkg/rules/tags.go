@@ -42,8 +42,11 @@ func checkTagKey(key string) error {
 	return checkKey(key)
 }
 
-// applyTags adds labels from the tags of the machine to the result, in the order of their names.
+// applyTags adds labels from the tags of the machine to the result, in the order of their names. Of tags with the same key,
+// the first one sets the label.
 func (r *rule) applyTags(result *Result) {
+	sources := map[string]string{} // tags by the keys of their labels
+
 	for _, tag := range slices.Sorted(maps.Keys(result.Platform.Tags)) {
 		if result.tags > maxTags {
 			return
@@ -55,16 +58,20 @@ func (r *rule) applyTags(result *Result) {
 
 		key, value := r.tagPrefix+r.tags.ReplaceAllString(tag, "$1"), result.Platform.Tags[tag]
 		err := checkTagKey(key)
+		other, isSet := sources[key]
 
-		if result.tags++; result.tags > maxTags {
+		switch result.tags++; {
+		case result.tags > maxTags:
 			err = fmt.Errorf("rules set labels from at most %d tags of a machine, and ignore all further ones", maxTags)
-		}
-
-		if err == nil {
+		case err == nil && isSet:
+			err = fmt.Errorf("tag %.80q sets the same label", other)
+		case err == nil:
 			err = labels.set(result, r, key, value)
 		}
 
-		if err != nil {
+		if err == nil {
+			sources[key] = tag
+		} else {
 			result.Problems = append(result.Problems, Problem{Rule: r.name, Key: fmt.Sprintf("labelsFromTags[%.80q]", tag), Value: value, Why: err.Error()})
 		}
 	}
