@@ -206,9 +206,9 @@ func (s *Spec) addRuleAddresses(in Input) (problems []Problem) {
 			continue
 		}
 
-		why, isListed := whyNotAdded(in, set.IP)
-		if len(s.Addresses) >= machine.MaxSubjects {
-			why, isListed = fmt.Sprintf("the Node has %d names and addresses", len(s.Addresses)), false
+		why, isListed := fmt.Sprintf("the Node has %d names and addresses", len(s.Addresses)), false
+		if len(s.Addresses) < machine.MaxSubjects {
+			why, isListed = whyNotAdded(in, set.IP)
 		}
 
 		if why != "" {
