@@ -194,12 +194,9 @@ func histories() map[string]history {
 			w.advance(time.Hour)
 		}),
 		"move to another address, and a shutdown and a reset there": changing(func(w *world, check checkFunc) {
-			last := w.entry("w-1").Last
-			w.impersonate("moved")
-			require.NoError(w, w.machines["moved"].FormatVolume(w.Context(), constants.EphemeralPartitionLabel, last.EphemeralID))
+			w.impersonate("moved", w.entry("w-1").Last.EphemeralID)
 			w.rename("moved", "w-1")
 			w.await("w-1", inventory.Current)
-			ctest.Eventually(w, "the machine responds with its volume", func() bool { return w.entry("w-1").Machine.EphemeralID == last.EphemeralID })
 			w.record("w-1", w.entry("w-1").Last)
 			w.announceAs("moved", "w-1", runtime.MachineStageShuttingDown)
 			w.waitForIdle()
@@ -398,7 +395,7 @@ func attacks() map[string]history {
 			" for such a Node after a change of leader": func(w *world) { w.unrecord("w-1"); w.lead() },
 		} {
 			list[name+" at another address"+before] = never(func(w *world) {
-				w.impersonate("impostor")
+				w.impersonate("impostor", "volume of impostor")
 				prepare(w)
 				w.rename("impostor", "w-1")
 				w.await("w-1", inventory.Current)
@@ -429,7 +426,7 @@ func attacks() map[string]history {
 		},
 	} {
 		list["rename at another address of a "+of] = never(func(w *world) {
-			w.impersonate("evil")
+			w.impersonate("evil", "volume of evil")
 			prepare(w)
 			w.register("evil", w.machines["evil"].Address())
 			w.await("evil", inventory.Current)
@@ -445,13 +442,15 @@ func attacks() map[string]history {
 var stages = map[string]runtime.MachineStage{"reset": runtime.MachineStageResetting, "shutdown": runtime.MachineStageShuttingDown}
 
 // impersonate powers off the machine of w-1, adds another one with its identity, and makes the Node list the address of that.
-func (w *world) impersonate(name string) {
+// The volume is not read again at once, and must exist before.
+func (w *world) impersonate(name, volume string) {
 	w.Helper()
 
 	last := w.entry("w-1").Last
 	w.powerOff("w-1")
 	w.addMachine(name)
 	require.NoError(w, w.machines[name].SetIdentity(w.Context(), last.NodeID, last.UUID()))
+	require.NoError(w, w.machines[name].FormatVolume(w.Context(), constants.EphemeralPartitionLabel, volume))
 	w.address("w-1", w.machines[name].Address().String())
 }
 
