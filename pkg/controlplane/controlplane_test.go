@@ -420,9 +420,12 @@ func TestReader_NeedsAClusterDomain(t *testing.T) {
 // certificate.
 func TestReader_ReadsTheCertificatesOfAllEndpoints(t *testing.T) {
 	names := []string{"kubernetes.default.svc", "kubernetes.default.svc.cluster.local"}
-	translated, ofWorker := netip.MustParseAddr("203.0.113.7"), netip.MustParseAddr("203.0.113.8")
+	translated, ofWorker, added := netip.MustParseAddr("203.0.113.7"), netip.MustParseAddr("203.0.113.8"), netip.MustParseAddr("203.0.113.9")
 
 	server, err := bed.Kube.ServingCertificate(names, translated.AsSlice())
+	require.NoError(t, err)
+
+	renewed, err := bed.Kube.ServingCertificate(names, added.AsSlice())
 	require.NoError(t, err)
 
 	// The CA signs kubelets' certificates, too.
@@ -437,13 +440,18 @@ func TestReader_ReadsTheCertificatesOfAllEndpoints(t *testing.T) {
 
 		return server
 	}
-	second, third := serve(server), serve(kubelet)
+
+	var second atomic.Pointer[httptest.Server]
+
+	second.Store(serve(server))
+
+	third := serve(kubelet)
 
 	config := bed.Kube.Config()
 	config.Dial = func(ctx context.Context, network, address string) (net.Conn, error) {
 		switch address {
 		case "192.0.2.2:6443":
-			address = second.Listener.Addr().String()
+			address = second.Load().Listener.Addr().String()
 		case "192.0.2.3:6443":
 			address = third.Listener.Addr().String()
 		case "192.0.2.4:6443":
@@ -456,20 +464,28 @@ func TestReader_ReadsTheCertificatesOfAllEndpoints(t *testing.T) {
 	s.addControlPlane("cp-1")
 	publish(s.Suite, "kubernetes", "192.0.2.2", "192.0.2.3", "192.0.2.4")
 
-	reads := func(id csrpolicy.ClusterIdentity) bool { return slices.Contains(id.Stated.APIServerIPs, translated) }
+	has := func(id csrpolicy.ClusterIdentity, addr netip.Addr) bool {
+		return slices.Contains(id.Stated.APIServerIPs, addr)
+	}
 	id := s.await("the machine and the certificate of the second API server are known", func(id csrpolicy.ClusterIdentity) bool {
-		return id.Known && reads(id)
+		return id.Known && has(id, translated)
 	})
 	wantAll(t, "addresses", id.Stated.APIServerIPs, netip.MustParseAddr("127.0.0.1"), netip.MustParseAddr("192.0.2.4"))
 	assert.NotContains(t, id.Stated.APIServerIPs, ofWorker)
 	wantAll(t, "ports", id.APIServerPorts, 6443)
 
-	second.Close()
+	second.Swap(serve(renewed)).Close()
+
+	id = s.await("the second API server has another certificate", func(id csrpolicy.ClusterIdentity) bool {
+		return has(id, added) && !has(id, translated)
+	})
+
+	second.Load().Close()
 	s.refresh()
 	assert.Equal(t, id, s.identity(), "the second API server does not respond")
 
 	publish(s.Suite, "kubernetes", "192.0.2.4")
-	s.await("the second API server is removed", func(id csrpolicy.ClusterIdentity) bool { return !reads(id) })
+	s.await("the second API server is removed", func(id csrpolicy.ClusterIdentity) bool { return !has(id, added) })
 }
 
 // API servers write only the EndpointSlice kubernetes. With any other, a client that may create EndpointSlices could make
