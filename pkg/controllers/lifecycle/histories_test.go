@@ -742,6 +742,7 @@ func TestController_KeepsNodeThatChangesDuringDeletion(t *testing.T) {
 		change func(w *world)
 	}{
 		"not selected any more": {http.MethodGet, func(w *world) { w.patch("w-1", `{"metadata":{"labels":{"unmanaged":"true"}}}`) }},
+		"ready before the read": {http.MethodGet, func(w *world) { w.ready("w-1") }},
 		"ready":                 {http.MethodDelete, func(w *world) { w.ready("w-1") }},
 		"registered again": {http.MethodDelete, func(w *world) { // the machine is installed again
 			assert.NoError(w, w.Client.CoreV1().Nodes().Delete(w.Context(), w.node("w-1"), metav1.DeleteOptions{}))
