@@ -796,6 +796,25 @@ func TestController_NodeDeletedDuringInitialization(t *testing.T) {
 	}
 }
 
+// The kubelet has registered the Nodes with the desired addresses, so two writes initialize them.
+func TestController_DoesNotCreateDeletedNode(t *testing.T) {
+	s := parallel(t)
+
+	for write := 1; write <= 2; write++ {
+		name := fmt.Sprintf("removed-%d", write)
+		m := s.Join(talostest.MachineSpec{Nodename: name, Platform: identified("hcloud", "hcloud://"+name), PlatformPending: true})
+		s.AwaitEvent(name, node.ReasonMetadataPending)
+
+		wait := s.overtake(name, write, func() { s.Remove(name) })
+		require.NoError(t, m.ResolvePlatform(t.Context()))
+		wait()
+		s.waitForIdle()
+
+		_, err := s.Client.CoreV1().Nodes().Get(t.Context(), name, metav1.GetOptions{})
+		assert.True(t, apierrors.IsNotFound(err), "before write %d: %v", write, err)
+	}
+}
+
 // After a machine was renamed, its old Node still has the providerID.
 func TestController_InitializesRenamedMachineWithoutProviderID(t *testing.T) {
 	s := parallel(t)
