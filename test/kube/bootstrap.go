@@ -6,6 +6,7 @@ import (
 
 	corev1 "k8s.io/api/core/v1"
 	rbacv1 "k8s.io/api/rbac/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/client-go/kubernetes"
 )
@@ -15,8 +16,9 @@ const (
 	groupBootstrappers   = "system:bootstrappers:nodes"
 )
 
-// BootstrapToken creates a bootstrap token, and allows what Talos allows (k8s/ManifestController): a token obtains a
-// client certificate for any Node, which kube-controller-manager approves, and kubelets rotate their client certificates.
+// BootstrapToken creates a bootstrap token unless it exists, and allows what Talos allows (k8s/ManifestController): a token
+// obtains a client certificate for any Node, which kube-controller-manager approves, and kubelets rotate their client
+// certificates.
 func (c *Cluster) BootstrapToken(ctx context.Context) (string, error) {
 	const requests = "system:certificates.k8s.io:certificatesigningrequests:"
 
@@ -34,7 +36,7 @@ func (c *Cluster) BootstrapToken(ctx context.Context) (string, error) {
 			binding.Subjects = append(binding.Subjects, rbacv1.Subject{APIGroup: rbacv1.GroupName, Kind: rbacv1.GroupKind, Name: group})
 		}
 
-		if _, err := kubernetes.NewForConfigOrDie(c.Config()).RbacV1().ClusterRoleBindings().Create(ctx, binding, metav1.CreateOptions{}); err != nil {
+		if _, err := kubernetes.NewForConfigOrDie(c.Config()).RbacV1().ClusterRoleBindings().Create(ctx, binding, metav1.CreateOptions{}); err != nil && !apierrors.IsAlreadyExists(err) {
 			return "", fmt.Errorf("bind %s: %w", role, err)
 		}
 	}
@@ -42,7 +44,7 @@ func (c *Cluster) BootstrapToken(ctx context.Context) (string, error) {
 	return c.CreateBootstrapToken(ctx, "talosb")
 }
 
-// CreateBootstrapToken creates another bootstrap token with an ID of six characters.
+// CreateBootstrapToken creates another bootstrap token, with an ID of six characters, unless it exists.
 func (c *Cluster) CreateBootstrapToken(ctx context.Context, id string) (string, error) {
 	_, err := kubernetes.NewForConfigOrDie(c.Config()).CoreV1().Secrets(metav1.NamespaceSystem).Create(ctx, &corev1.Secret{
 		ObjectMeta: metav1.ObjectMeta{Name: "bootstrap-token-" + id},
@@ -52,7 +54,7 @@ func (c *Cluster) CreateBootstrapToken(ctx context.Context, id string) (string, 
 			"usage-bootstrap-authentication": "true", "auth-extra-groups": groupBootstrappers,
 		},
 	}, metav1.CreateOptions{})
-	if err != nil {
+	if err != nil && !apierrors.IsAlreadyExists(err) {
 		return "", fmt.Errorf("create bootstrap token: %w", err)
 	}
 
