@@ -52,8 +52,9 @@ func (s *suite) awaitInstance(machines ...*talostest.Machine) {
 func TestStatus_ShowsWhatNeedsAttention(t *testing.T) {
 	s, self, worker := newCluster(t)
 
-	// Those of other tests may be denied.
+	// Those of other tests are problems, too.
 	require.NoError(t, s.Client.CertificatesV1().CertificateSigningRequests().DeleteCollection(t.Context(), metav1.DeleteOptions{}, metav1.ListOptions{}))
+	require.NoError(t, s.Client.CoreV1().Events(metav1.NamespaceDefault).DeleteCollection(t.Context(), metav1.DeleteOptions{}, metav1.ListOptions{}))
 
 	report, _ := s.status()
 	require.Len(t, report.Problems, 1)
