@@ -561,7 +561,16 @@ func TestDesired_RuleAddressesCountInTheLimit(t *testing.T) {
 		in.Machine.Addresses = append(in.Machine.Addresses, onLink("eth1", fmt.Sprintf("203.0.%d.%d/32", i/250, 1+i%250)))
 	}
 
+	var reserved []netip.Addr
+
+	in.ReserveAddress = func(ip netip.Addr) string {
+		reserved = append(reserved, ip)
+
+		return ""
+	}
+
 	spec, problems := desired(t, setting(t, in, map[string]string{"ExternalIP": "198.51.100.5 198.51.100.6"}))
+	assert.Equal(t, addrs([]string{"198.51.100.5"}), reserved)
 	assert.Len(t, spec.Addresses, machine.MaxSubjects)
 	assert.Contains(t, of(corev1.NodeExternalIP, spec), "198.51.100.5")
 	assert.Equal(t, []nodespec.Problem{{Rule: "nat", Key: "addresses[ExternalIP]", Value: "198.51.100.6", Why: "the Node has 1000 names and addresses"}}, problems)
