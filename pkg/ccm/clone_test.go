@@ -5,7 +5,6 @@ import (
 	"testing"
 	"time"
 
-	talosmachine "github.com/siderolabs/talos/pkg/machinery/config/machine"
 	"github.com/siderolabs/talos/pkg/machinery/constants"
 	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
 	"github.com/stretchr/testify/assert"
@@ -41,7 +40,7 @@ func newCloning(t *testing.T) *cloning {
 	t.Helper()
 
 	c := &cloning{fleet: fleet{suite: newSuite(t)}}
-	c.self = c.add(talostest.MachineSpec{Nodename: "cp", Type: talosmachine.TypeControlPlane, ServeSocket: true, LocalhostAdminKubeconfig: string(c.Kube.Kubeconfig())})
+	c.self = c.add(c.controlPlaneSpec("cp"))
 	c.label(c.self)
 
 	c.original = c.boot(talostest.MachineSpec{Nodename: "original", Platform: runtime.PlatformMetadataSpec{Platform: "metal"}})

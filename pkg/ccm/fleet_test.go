@@ -4,6 +4,7 @@ import (
 	"net"
 	"net/netip"
 
+	talosmachine "github.com/siderolabs/talos/pkg/machinery/config/machine"
 	"github.com/siderolabs/talos/pkg/machinery/constants"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
@@ -30,6 +31,13 @@ func (f *fleet) add(spec talostest.MachineSpec) *talostest.Machine {
 	f.register(k.machine)
 
 	return k.machine
+}
+
+// controlPlaneSpec returns the spec of a control-plane machine on which talos-ccm can run.
+func (f *fleet) controlPlaneSpec(nodename string) talostest.MachineSpec {
+	return talostest.MachineSpec{
+		Nodename: nodename, Type: talosmachine.TypeControlPlane, ServeSocket: true, LocalhostAdminKubeconfig: string(f.Kube.Kubeconfig()),
+	}
 }
 
 // boot adds a machine with its kubelet. Its second address is one for which a kubelet may get a certificate: loopback

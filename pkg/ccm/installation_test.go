@@ -6,7 +6,6 @@ import (
 	"testing"
 	"time"
 
-	talosmachine "github.com/siderolabs/talos/pkg/machinery/config/machine"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 	corev1 "k8s.io/api/core/v1"
@@ -35,9 +34,7 @@ func newExistingCluster(t *testing.T) (f *fleet, controlPlanes, workers []*kubel
 	for i := range 5 {
 		spec := talostest.MachineSpec{Nodename: fmt.Sprintf("worker-%d", i)}
 		if i < 3 {
-			spec = talostest.MachineSpec{
-				Nodename: fmt.Sprintf("cp-%d", i), Type: talosmachine.TypeControlPlane, ServeSocket: true, LocalhostAdminKubeconfig: string(f.Kube.Kubeconfig()),
-			}
+			spec = f.controlPlaneSpec(fmt.Sprintf("cp-%d", i))
 		}
 
 		node := ctest.NodeOf(f.boot(spec).machine)

@@ -7,7 +7,6 @@ import (
 	"testing"
 	"time"
 
-	talosmachine "github.com/siderolabs/talos/pkg/machinery/config/machine"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -27,9 +26,7 @@ func newEnforcing(t *testing.T) (f *fleet, controlPlane *talostest.Machine) {
 	_, err := f.Kube.BootstrapToken(t.Context()) // with it, kubelets may rotate their client certificates
 	require.NoError(t, err)
 
-	controlPlane = f.add(talostest.MachineSpec{
-		Nodename: "cp", Type: talosmachine.TypeControlPlane, ServeSocket: true, LocalhostAdminKubeconfig: string(f.Kube.Kubeconfig()),
-	})
+	controlPlane = f.add(f.controlPlaneSpec("cp"))
 	f.configure(controlPlane, "csrApproval: {credentialPinning: enforce}")
 	f.label(controlPlane)
 	f.add(talostest.MachineSpec{Nodename: "worker"})
@@ -45,8 +42,8 @@ func (f *fleet) rotateRecorded(k *kubelet) {
 	f.awaitRecord(k)
 }
 
-// awaitAccepted requires that the kubelet gets a certificate: a control-plane machine within a minute without an operator, and
-// a worker with the command of the Event.
+// awaitAccepted requires that the kubelet gets a certificate: on a control-plane machine without an operator, and on a worker
+// with the command of the Event.
 func (f *fleet) awaitAccepted(k *kubelet) {
 	f.Helper()
 

@@ -6,7 +6,6 @@ import (
 	"testing"
 	"time"
 
-	talosmachine "github.com/siderolabs/talos/pkg/machinery/config/machine"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 	corev1 "k8s.io/api/core/v1"
@@ -37,9 +36,7 @@ func newFleet(t *testing.T) (f *fleet, first, second *talostest.Machine) {
 	var machines []*talostest.Machine
 
 	for _, name := range []string{"cp-1", "cp-2"} {
-		machines = append(machines, f.add(talostest.MachineSpec{
-			Nodename: name, Type: talosmachine.TypeControlPlane, ServeSocket: true, LocalhostAdminKubeconfig: string(f.Kube.Kubeconfig()),
-		}))
+		machines = append(machines, f.add(f.controlPlaneSpec(name)))
 		f.configure(machines[len(machines)-1], "csrApproval: {credentialPinning: enforce}")
 	}
 
